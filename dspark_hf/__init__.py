@@ -1,0 +1,29 @@
+"""Faster generation with Hugging Face language models, token for token the same.
+
+`import dspark_hf` registers the drafter's Auto classes and lets `model.generate(assistant_model=drafter)` understand it.
+"""
+
+from transformers import AutoConfig, AutoModel
+
+from .configuration_dspark import DSparkConfig
+from .decoding import hook
+from .decoding.stats import GenerationStats
+from .drafting_dspark import DraftBlock
+from .modeling_dspark import DSparkDraftModel, DSparkDraftOutput
+from .scheduling.admission import ConfidenceThreshold, FixedLength
+
+__version__ = "0.1.0"
+
+AutoConfig.register("dspark", DSparkConfig, exist_ok=True)
+AutoModel.register(DSparkConfig, DSparkDraftModel, exist_ok=True)
+hook.install()
+
+__all__ = [
+    "ConfidenceThreshold",
+    "DSparkConfig",
+    "DSparkDraftModel",
+    "DSparkDraftOutput",
+    "DraftBlock",
+    "FixedLength",
+    "GenerationStats",
+]

@@ -1,0 +1,136 @@
+"""The layers of a drafter: Qwen3-form, with K/V injection (paper §3.1, eq. 3).
+
+Owns: norm, attention over context and block, MLP, what a sliding layer sees. Does not own: caches, the draft loop.
+Axes: B sequences, S new context tokens, C context tokens so far, Q block inputs, d hidden size.
+This file travels with a checkpoint (`auto_map`), so it imports only its neighbours `*_dspark.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb, eager_attention_forward
+
+from .configuration_dspark import DSparkConfig
+
+
+class RMSNorm(nn.RMSNorm):
+    """In the weight's dtype, also where autocast hands over a narrower one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.to(self.weight.dtype), self.normalized_shape, self.weight, self.eps).to(x.dtype)
+
+
+class DSparkAttention(nn.Module):
+    """Attention of the block to context and block; context K/V come from the projected features (eq. 3)."""
+
+    is_causal = False
+
+    def __init__(self, config: DSparkConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        query_size, key_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def _split(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(*x.shape[:-1], -1, self.head_dim)
+
+    def key_values(
+        self, hidden_states: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (normed, rotated) and values. [B, S, d] -> two of [B, kv heads, S, head_dim]"""
+        keys = self.k_norm(self._split(self.k_proj(hidden_states))).transpose(1, 2)
+        values = self._split(self.v_proj(hidden_states)).transpose(1, 2)
+        return apply_rotary_pos_emb(keys, keys, *rope)[1], values
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [B, Q, d]
+        rope: tuple[torch.Tensor, torch.Tensor],
+        context: tuple[torch.Tensor, torch.Tensor],  # two of [B, kv heads, C, head_dim]
+        attention_mask: torch.Tensor | None,  # [B, 1, Q, C + Q], bool or additive
+    ) -> torch.Tensor:
+        queries = self.q_norm(self._split(self.q_proj(hidden_states))).transpose(1, 2)
+        keys = self.k_norm(self._split(self.k_proj(hidden_states))).transpose(1, 2)
+        queries, keys = apply_rotary_pos_emb(queries, keys, *rope)
+        values = self._split(self.v_proj(hidden_states)).transpose(1, 2)
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, _ = attend(
+            self,
+            queries,
+            torch.cat([context[0], keys], dim=2),
+            torch.cat([context[1], values], dim=2),
+            attention_mask,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+        )
+        return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
+
+
+class DSparkMLP(nn.Module):
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DSparkLayer(nn.Module):
+    def __init__(self, config: DSparkConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_type = config.layer_types[layer_idx]
+        self.self_attn = DSparkAttention(config, layer_idx)
+        self.mlp = DSparkMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, hidden_states, rope, context, attention_mask):
+        hidden_states = hidden_states + self.self_attn(
+            self.input_layernorm(hidden_states), rope, context, attention_mask
+        )
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+def block_mask(
+    config: DSparkConfig,
+    context_positions: torch.LongTensor,  # [B, C]
+    block_positions: torch.LongTensor,  # [B, Q]
+    anchor_positions: torch.LongTensor,  # [B, Q] or [B, 1]: of each query's block
+) -> torch.Tensor:
+    """What a sliding layer sees: [B, Q, C + Q], bool. Blocks are told apart by the caller.
+
+    Counted from the anchor (speculators): context within the window before the anchor, no window inside the block.
+    Counted from the query (z-lab): every key within the window of its query. Causal inside the block unless
+    `sliding_window_non_causal`.
+    """
+    window = config.sliding_window
+    queries, anchors = block_positions[:, :, None], anchor_positions[:, :, None]
+    if config.sliding_window_origin == "anchor":
+        sees_context = context_positions[:, None, :] >= anchors - window
+        sees_context = sees_context.expand(-1, queries.shape[1], -1)
+    else:
+        sees_context = queries - context_positions[:, None, :] < window
+    ahead = block_positions[:, None, :] - queries
+    sees_block = torch.ones_like(ahead, dtype=torch.bool) if config.sliding_window_non_causal else ahead <= 0
+    if config.sliding_window_origin == "query":
+        sees_block = sees_block & (ahead.abs() < window)
+    return torch.cat([sees_context, sees_block], dim=-1)

@@ -1,0 +1,175 @@
+"""`DSparkConfig`: every field of a drafter, its unit and its check.
+
+Owns: fields, defaults, validation. Does not own: the configs of other packagings (`packagings_dspark`).
+Symbols: γ tokens drafted a round, d the drafter's hidden size, m tapped target layers, V the target's vocabulary.
+This file travels with a checkpoint (`auto_map`), so it imports nothing else of the package but `packagings_dspark`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from .packagings_dspark import to_dspark_dict
+
+MARKOV_HEAD_TYPES = ("none", "vanilla", "gated", "rnn")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class DSparkConfig(PreTrainedConfig):
+    r"""Configuration of a [`DSparkDraftModel`] (paper §3.1; defaults are those of the released recipe where it has one).
+
+    Args:
+        vocab_size (`int`): the target's vocabulary V.
+        draft_vocab_size (`int`, *optional*): tokens the drafter can propose; `None` or V means all of them.
+        hidden_size (`int`): width d of drafter and of the target's embeddings and LM head.
+        target_hidden_size (`int`, *optional*): width of one tapped layer; `hidden_size` where absent.
+        num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act,
+            rms_norm_eps, rope_parameters, attention_bias, attention_dropout, max_position_embeddings: as in `Qwen3Config`.
+        layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each layer.
+        sliding_window (`int`, *optional*): context tokens that a sliding layer sees.
+        sliding_window_origin (`str`): the window is counted back from the `"anchor"` (speculators) or each `"query"` (z-lab).
+        sliding_window_non_causal (`bool`): whether sliding layers look ahead inside the block.
+        block_size (`int`): inputs of the parallel stage: the anchor and `block_size - 1` mask tokens.
+        sample_from_anchor (`bool`): anchor-first layout (slot k predicts the token after it, γ = `block_size`);
+            `False` is the fill-in layout (mask slots predict themselves, γ = `block_size - 1`).
+        mask_token_id (`int`): the token that stands for a position still to be drafted.
+        target_layer_ids (`list[int]`): tapped target layers; id i is the output of decoder layer i, -1 the embeddings.
+        num_target_layers (`int`): decoder layers of the target; its last one can't be tapped.
+        markov_head_type (`str`): `"none"`, `"vanilla"`, `"gated"` or `"rnn"` (§3.1, eqs. 5 and 6).
+        markov_rank (`int`): rank r of the sequential head.
+        enable_confidence_head (`bool`), confidence_head_with_markov (`bool`): the confidence head of eq. 7, with or
+            without W_1[x_{k-1}] among its inputs.
+        final_logit_softcapping (`float`, *optional*): the target's soft cap of its logits.
+        has_own_embeddings (`bool`): the checkpoint brings copies of the target's embedding and LM head.
+        num_anchors (`int`): blocks drawn per sequence in training.
+        target_model_name_or_path (`str`, *optional*): the target this drafter was trained for.
+    """
+
+    model_type = "dspark"
+
+    vocab_size: int = 151936
+    draft_vocab_size: int | None = None
+    hidden_size: int = 2560
+    target_hidden_size: int | None = None
+    intermediate_size: int = 9728
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    head_dim: int = 128
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 40960
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict | None = None
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    sliding_window_origin: str = "anchor"
+    sliding_window_non_causal: bool = False
+    tie_word_embeddings: bool = False
+
+    block_size: int = 7
+    sample_from_anchor: bool = True
+    mask_token_id: int = 0
+    target_layer_ids: list[int] | None = None
+    num_target_layers: int | None = None
+    markov_head_type: str = "vanilla"
+    markov_rank: int = 256
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    final_logit_softcapping: float | None = None
+    has_own_embeddings: bool = False
+    num_anchors: int = 512
+    target_model_name_or_path: str | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.rope_parameters is None:
+            self.rope_parameters = {"rope_type": "default", "rope_theta": 1_000_000.0}
+        if self.layer_types is None:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        if self.target_layer_ids is None:
+            self.target_layer_ids = [1]
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        if self.draft_vocab_size is None:
+            self.draft_vocab_size = self.vocab_size
+        if self.markov_head_type == "none" or not self.markov_rank:
+            self.markov_head_type, self.markov_rank = "none", 0
+        if not self.enable_confidence_head or not self.markov_rank:
+            self.confidence_head_with_markov = False
+        super().__post_init__(**kwargs)
+        self._check()
+
+    def _check(self) -> None:
+        def require(condition: bool, message: str) -> None:
+            if not condition:
+                raise ValueError(f"DSparkConfig: {message}")
+
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
+        require(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
+            f"({self.num_key_value_heads}).",
+        )
+        require(
+            self.markov_head_type in MARKOV_HEAD_TYPES,
+            f"markov_head_type must be one of {', '.join(MARKOV_HEAD_TYPES)}, got {self.markov_head_type!r}.",
+        )
+        require(
+            len(self.layer_types) == self.num_hidden_layers and set(self.layer_types) <= set(LAYER_TYPES),
+            f"layer_types must name {self.num_hidden_layers} layers out of {', '.join(LAYER_TYPES)}, got {self.layer_types}.",
+        )
+        require(
+            "sliding_attention" not in self.layer_types or bool(self.sliding_window),
+            "sliding layers need a sliding_window of at least 1 token.",
+        )
+        require(
+            self.sliding_window_origin in ("anchor", "query"),
+            f"sliding_window_origin must be 'anchor' or 'query', got {self.sliding_window_origin!r}.",
+        )
+        require(self.num_draft_tokens >= 1, f"block_size {self.block_size} leaves no token to draft.")
+        require(
+            0 <= self.mask_token_id < self.vocab_size,
+            f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}.",
+        )
+        require(
+            1 <= self.draft_vocab_size <= self.vocab_size,
+            f"draft_vocab_size must be between 1 and vocab_size ({self.vocab_size}), got {self.draft_vocab_size}.",
+        )
+        require(len(self.target_layer_ids) >= 1, "target_layer_ids must name at least one target layer.")
+        if self.num_target_layers is not None:
+            allowed = range(-1, self.num_target_layers - 1)
+            wrong = [i for i in self.target_layer_ids if i not in allowed]
+            require(
+                not wrong,
+                f"target_layer_ids {wrong} are outside -1..{self.num_target_layers - 2}: the target has "
+                f"{self.num_target_layers} layers and its last one can't be tapped (its output is reported after the final norm).",
+            )
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """γ, the most tokens one round can draft."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def has_reduced_vocab(self) -> bool:
+        """Whether the drafter proposes from fewer tokens than the target knows."""
+        return self.draft_vocab_size != self.vocab_size
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
+        """As in transformers, and it also takes the configs of the other packagings (DeepSpec)."""
+        return super().from_dict(to_dspark_dict(config_dict), **kwargs)
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs: Any):
+        """As in transformers, with other packagings already translated (so that their `model_type` raises no warning)."""
+        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        return to_dspark_dict(config_dict), kwargs
+
+
+__all__ = ["DSparkConfig"]

@@ -1,0 +1,164 @@
+"""`DSparkCandidateGenerator`: the drafter's side of a generation.
+
+Owns: the drafter's context (what it has seen of the committed text), the admission policy in force, drafting a block.
+Does not own: the target's forward (`loop`), accepting (`verification`), the drafter's layers (`modeling_dspark`).
+Axes: S committed tokens whose features are new, K drafted tokens, m tapped layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation import CandidateGenerator
+from transformers.utils import logging
+
+from ..drafting_dspark import DraftBlock
+from ..modeling_dspark import DSparkDraftModel
+from ..scheduling.admission import ConfidenceThreshold, FixedLength
+
+logger = logging.get_logger(__name__)
+_CONTEXT_ATTRIBUTE = "dspark_context"
+
+
+@dataclass
+class DraftContext:
+    """What the drafter has seen of one text: K/V of tokens already projected, features of those still to be.
+
+    `start` is the position of the first of them; it is not 0 where a cache came without a context.
+    """
+
+    drafter_id: int
+    start: int = 0
+    cache: DynamicCache = field(default_factory=DynamicCache)
+    pending: list[torch.Tensor] = field(default_factory=list)  # each [1, S, m * d_target]
+
+    @property
+    def num_pending(self) -> int:
+        return sum(part.shape[1] for part in self.pending)
+
+    @property
+    def end(self) -> int:
+        """Position after the last token seen."""
+        return self.start + self.cache.get_seq_length() + self.num_pending
+
+    def take_pending(self) -> torch.Tensor | None:
+        """The features not yet projected, [1, S, m * d_target]; they are forgotten here."""
+        parts, self.pending = self.pending, []
+        return torch.cat(parts, dim=1) if parts else None
+
+    def crop(self, end: int) -> None:
+        """Forget what lies at `end` and after."""
+        surplus = self.end - end
+        while surplus > 0 and self.pending:
+            last = self.pending.pop()
+            if last.shape[1] > surplus:
+                self.pending.append(last[:, :-surplus])
+            surplus -= last.shape[1]
+        if surplus > 0:
+            self.cache.crop(-surplus)
+
+
+def context_of(target_cache: Cache, drafter: DSparkDraftModel, num_tokens: int) -> DraftContext:
+    """The drafter's context that came along with a kept target cache of `num_tokens` real tokens, or a new one."""
+    context = getattr(target_cache, _CONTEXT_ATTRIBUTE, None)
+    if num_tokens == 0 or context is None or context.drafter_id != id(drafter) or context.end < num_tokens:
+        if num_tokens:
+            logger.warning_once(
+                f"The cache holds {num_tokens} tokens that this drafter has not seen (it was filled without it), so fewer "
+                "drafts will be accepted at first. The output is not affected."
+            )
+        context = DraftContext(id(drafter), start=num_tokens)
+    context.crop(num_tokens)
+    return context
+
+
+def keep_context(target_cache: Cache, context: DraftContext) -> None:
+    """Let the context travel with the target's cache, for a next turn."""
+    setattr(target_cache, _CONTEXT_ATTRIBUTE, context)
+
+
+class DSparkCandidateGenerator(CandidateGenerator):
+    """Drafts one block a round. The loop tells it the features of every committed token through `observe`."""
+
+    requires_model_outputs = False
+
+    def __init__(
+        self,
+        drafter: DSparkDraftModel,
+        target: PreTrainedModel,
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList,
+        context: DraftContext,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        drafter.bind_target(target)
+        self.drafter, self.context, self.generator = drafter, context, generator
+        self.do_sample = bool(generation_config.do_sample)
+        self.logits_processor = logits_processor
+        self.max_length = generation_config.max_length
+        self.admission, self.max_tokens = self._policy()
+
+    def _policy(self):
+        """The admission policy and the cap of drafted tokens a round, from the drafter's settings."""
+        config = self.drafter.generation_config
+        cap = config.num_assistant_tokens
+        cap = self.drafter.config.num_draft_tokens if cap is None else cap
+        if cap < 0:
+            raise ValueError(f"num_assistant_tokens must be at least 0, got {cap}.")
+        if self.drafter.admission is not None:
+            return self.drafter.admission, cap
+        threshold = config.assistant_confidence_threshold or 0.0
+        if threshold > 0 and self.drafter.confidence_head is not None:
+            return ConfidenceThreshold(threshold), cap
+        return FixedLength(cap), cap
+
+    def observe(self, features: torch.Tensor) -> None:
+        """Tapped features of tokens just committed, [1, S, m * d_target]."""
+        if features.shape[1]:
+            self.context.pending.append(features)
+
+    def draft(self, input_ids: torch.LongTensor) -> DraftBlock | None:
+        """Draft after `input_ids` [1, L], the last one being the anchor; `None` where the length limit leaves no room."""
+        room = self.max_length - input_ids.shape[1] - 1  # the target's own token needs a place too
+        limit = min(room, self.max_tokens)
+        if limit <= 0 or self.context.end == self.context.start:
+            return None
+        new = self.context.take_pending()
+        first = self.context.start + self.context.cache.get_seq_length()
+        count = 0 if new is None else new.shape[1]
+        positions = torch.arange(first, first + count + self.drafter.config.block_size, device=self.drafter.device)
+        return self.drafter.draft(
+            input_ids,
+            new,
+            self.context.cache,
+            do_sample=self.do_sample,
+            logits_processor=self.logits_processor,
+            admission=self.admission,
+            generator=self.generator,
+            position_ids=positions[None],
+            max_tokens=limit,
+        )
+
+    def get_candidates(
+        self, input_ids: torch.LongTensor, **kwargs
+    ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
+        """transformers' interface: `input_ids` with the draft behind it, and the scores it was drawn from [1, K, V]."""
+        block = self.draft(input_ids)
+        if block is None:
+            return input_ids, None
+        ids = torch.cat([input_ids, block.token_ids.to(input_ids.device)], dim=1)
+        return ids, self.full_scores(block).to(input_ids.device)
+
+    def full_scores(self, block: DraftBlock) -> torch.Tensor:
+        """A block's scores in the target's vocabulary: -inf where the draft vocabulary has no such token. [1, K, V]"""
+        if not self.drafter.config.has_reduced_vocab:
+            return block.logits
+        full = block.logits.new_full((*block.logits.shape[:2], self.drafter.config.vocab_size), float("-inf"))
+        full[..., self.drafter.draft_token_ids()] = block.logits
+        return full
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int) -> None:
+        """Nothing to do: policies are told before drafting, not after."""

@@ -1,0 +1,97 @@
+"""What makes `generate()` understand a DSpark drafter: two wrapped methods of `GenerationMixin`, nothing more.
+
+Owns: installing the wrappers once, refusing what is not supported. Does not own: decoding (`loop`).
+For any assistant that is not a DSpark drafter the originals run untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import transformers
+from transformers import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
+
+from ..modeling_dspark import DSparkDraftModel
+from .loop import speculative_decoding
+from .targets import check_layer_ids
+
+_DECODE_ARGUMENTS = {"input_ids", "logits_processor", "stopping_criteria", "generation_config", "assistant_model", "streamer"}
+_MARK = "_dspark_wrapped"
+
+
+def _unsupported() -> ValueError:
+    return ValueError(
+        f"This release of dspark-hf works with transformers >=5.17,<6, and {transformers.__version__} decodes in another "
+        "way. Install a supported release, or call generate() without a DSpark drafter."
+    )
+
+
+def check_pair(target, drafter: DSparkDraftModel) -> None:
+    """Refuse a target that the drafter can't serve.
+
+    Raises:
+        ValueError: encoder-decoder target, other vocabulary or hidden size, a tapped layer the target lacks.
+    """
+    if target.config.is_encoder_decoder:
+        raise ValueError(f"{type(target).__name__} is an encoder-decoder model; DSpark drafters serve decoder-only models.")
+    drafter.bind_target(target)
+    check_layer_ids(target, drafter.config.target_layer_ids)
+
+
+def install() -> None:
+    """Wrap `GenerationMixin` once; calling it again changes nothing."""
+    decode = getattr(GenerationMixin, "_assisted_decoding", None)
+    validate = getattr(GenerationMixin, "_validate_generation_mode", None)
+    if getattr(decode, _MARK, False):
+        return
+    usable = decode is not None and validate is not None and hasattr(GenerationMixin, "_prefill")
+    usable = usable and set(inspect.signature(decode).parameters) >= _DECODE_ARGUMENTS
+    if not usable:
+        _install_refusal()
+        return
+
+    @functools.wraps(decode)
+    def assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        drafter = kwargs.get("assistant_model")
+        if not isinstance(drafter, DSparkDraftModel):
+            return decode(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+        if input_ids.shape[0] > 1:
+            raise ValueError(
+                f"A DSpark drafter serves one sequence per generate() call, got a batch of {input_ids.shape[0]}. "
+                "Call generate() for each prompt."
+            )
+        for name in ("synced_gpus", "assistant_model", "inputs_tensor", "assistant_tokenizer", "tokenizer"):
+            kwargs.pop(name, None)
+        return speculative_decoding(
+            self, input_ids, logits_processor, stopping_criteria, generation_config, drafter, **kwargs
+        )
+
+    @functools.wraps(validate)
+    def validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        drafter = generation_mode_kwargs.get("assistant_model")
+        if isinstance(drafter, DSparkDraftModel):
+            if generation_mode != GenerationMode.ASSISTED_GENERATION or generation_config.num_beams > 1:
+                raise ValueError("A DSpark drafter works with greedy decoding and sampling, not with beams.")
+            if not generation_config.use_cache:
+                raise ValueError("A DSpark drafter needs the target's cache; leave use_cache at True.")
+            check_pair(self, drafter)
+        return validate(self, generation_mode, generation_config, generation_mode_kwargs)
+
+    setattr(assisted_decoding, _MARK, True)
+    GenerationMixin._assisted_decoding = assisted_decoding
+    GenerationMixin._validate_generation_mode = validate_generation_mode
+
+
+def _install_refusal() -> None:
+    """On an unknown transformers: import works, `generate()` with our drafter says what is wrong."""
+    original = GenerationMixin.generate
+
+    @functools.wraps(original)
+    def generate(self, *args, **kwargs):
+        if isinstance(kwargs.get("assistant_model"), DSparkDraftModel):
+            raise _unsupported()
+        return original(self, *args, **kwargs)
+
+    GenerationMixin.generate = generate

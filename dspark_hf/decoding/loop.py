@@ -1,0 +1,209 @@
+"""The decoding loop behind `generate(assistant_model=drafter)`: draft, verify once, commit.
+
+Owns: rounds, the target's cache, stopping token by token, the outputs. Does not own: drafting (`candidates`), the
+acceptance rule (`verification`), taking features (`targets`).
+Axes: L committed tokens, K drafted tokens, V vocabulary; the batch is one sequence.
+
+transformers' own assisted loop feeds cached tokens again in a second turn, looks at stopping criteria once a round and
+keeps no statistics; this one ends with the cache, tokens and outputs that plain decoding has.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.candidate_generator import (
+    _prepare_attention_mask,
+    _prepare_position_ids,
+    _prepare_token_type_ids,
+)
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils import ModelOutput
+
+from ..drafting_dspark import DraftBlock, scores_dtype
+from ..modeling_dspark import DSparkDraftModel
+from .candidates import DSparkCandidateGenerator, context_of, keep_context
+from .compat import CACHE_ARGUMENT, cache_of
+from .sampling import process_rows
+from .skinny_linear import skinny_linears
+from .stats import GenerationStats
+from .targets import TargetTaps
+from .verification import Verification, verify_block, verify_greedy
+
+
+@dataclass
+class _Text:
+    """The text so far and what is recorded of each of its new tokens."""
+
+    input_ids: torch.LongTensor  # [1, L]
+    scores: tuple[torch.Tensor, ...] | None
+    logits: tuple[torch.Tensor, ...] | None
+    hidden_states: tuple = field(default_factory=tuple)
+    attentions: tuple = field(default_factory=tuple)
+    finished: bool = False
+
+
+def speculative_decoding(
+    target: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    drafter: DSparkDraftModel,
+    streamer: BaseStreamer | None = None,
+    **model_kwargs: Any,
+) -> GenerateDecoderOnlyOutput | torch.LongTensor:
+    """Decode one sequence; arguments and result as in transformers' `_assisted_decoding`."""
+    loop = _Loop(target, logits_processor, stopping_criteria, generation_config, drafter, streamer)
+    with loop.stats.timed("total"), skinny_linears([target, drafter, *drafter.bound_heads()], drafter.skinny_linear):
+        return loop.run(input_ids, model_kwargs)
+
+
+class _Loop:
+    def __init__(self, target, logits_processor, stopping_criteria, generation_config, drafter, streamer) -> None:
+        self.target, self.drafter, self.streamer = target, drafter, streamer
+        self.processors, self.criteria, self.config = logits_processor, stopping_criteria, generation_config
+        self.stats = GenerationStats(drafter.config.num_draft_tokens)
+
+    def run(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]):
+        config = self.config
+        keep = config.return_dict_in_generate
+        text = _Text(
+            input_ids, () if keep and config.output_scores else None, () if keep and config.output_logits else None
+        )
+        cache = model_kwargs[CACHE_ARGUMENT]
+        cache.activate_past_recording()
+        mask = model_kwargs.get("attention_mask")
+        cached = cache.get_seq_length()
+        real = None if mask is None else mask[0].bool()
+        num_known = cached if real is None else int(real[:cached].sum())
+        context = context_of(cache, self.drafter, num_known)
+        candidates = DSparkCandidateGenerator(self.drafter, self.target, config, self.processors, context)
+        with TargetTaps(self.target, self.drafter.config.target_layer_ids) as taps:
+            with self.stats.timed("prefill"):
+                outputs = self.target._prefill(input_ids, config, model_kwargs)
+                features = taps.take(self.drafter.device)
+            cache = cache_of(outputs)
+            if not cache.is_croppable:
+                raise ValueError(
+                    f"{type(self.target).__name__} keeps a {type(cache).__name__} that can't be rewound, so drafts can't be "
+                    "verified with it (a recurrent state, or a cache without a past). Decode it without assistant_model."
+                )
+            self.stats.prompt_tokens = features.shape[1]
+            candidates.observe(features if real is None else features[:, real[-features.shape[1] :].to(features.device)])
+            choice = self._choose(outputs.logits[:, -1:], text.input_ids, None, candidates)
+            model_kwargs = self._commit(text, choice, outputs, model_kwargs, None)
+            while not text.finished:
+                model_kwargs = self._round(text, candidates, taps, cache, model_kwargs)
+        keep_context(cache, context)
+        if self.streamer is not None:
+            self.streamer.end()
+        self.drafter.last_generation = self.stats
+        if not keep:
+            return text.input_ids
+        return GenerateDecoderOnlyOutput(
+            sequences=text.input_ids,
+            scores=text.scores,
+            logits=text.logits,
+            attentions=text.attentions or None,
+            hidden_states=text.hidden_states or None,
+            **{CACHE_ARGUMENT: cache},
+        )
+
+    def _round(self, text: _Text, candidates, taps: TargetTaps, cache, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        with self.stats.timed("draft"):
+            block = candidates.draft(text.input_ids)
+        drafted = 0 if block is None else block.token_ids.shape[1]
+        candidate_ids = text.input_ids
+        if drafted:
+            candidate_ids = torch.cat([candidate_ids, block.token_ids.to(candidate_ids.device)], dim=1)
+        with self.stats.timed("verify"):
+            outputs = self._forward(candidate_ids, drafted, model_kwargs)
+        features = taps.take(self.drafter.device)
+        choice = self._choose(outputs.logits[:, -drafted - 1 :], candidate_ids, block, candidates)
+        before = text.input_ids.shape[1]
+        model_kwargs = self._commit(text, choice, outputs, model_kwargs, candidate_ids)
+        committed = text.input_ids.shape[1] - before
+        cache.crop(-(drafted + 1 - committed))
+        candidates.observe(features[:, :committed])
+        self.stats.count_round(drafted, int(choice.verification.num_accepted))
+        return model_kwargs
+
+    def _forward(self, candidate_ids: torch.LongTensor, drafted: int, model_kwargs: dict[str, Any]) -> ModelOutput:
+        """The target over the anchor and the drafted tokens."""
+        kwargs = copy.copy(model_kwargs)
+        length = candidate_ids.shape[1]
+        if kwargs.get("attention_mask") is not None:
+            kwargs = _prepare_attention_mask(kwargs, kwargs["attention_mask"].shape[1] + drafted, False)
+        kwargs = _prepare_token_type_ids(kwargs, length)
+        if (positions := kwargs.get("position_ids")) is not None and drafted:
+            kwargs = _prepare_position_ids(kwargs, positions.shape[-1] + drafted, False)
+        inputs = self.target.prepare_inputs_for_generation(candidate_ids, next_sequence_length=drafted + 1, **kwargs)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = drafted + 1
+        return self.target(**inputs, return_dict=True)
+
+    def _choose(self, logits, candidate_ids, block: DraftBlock | None, candidates) -> _Choice:
+        """Process the target's scores and decide which drafted tokens stand, and what follows them."""
+        do_sample = self.config.do_sample
+        raw = logits[0].to(candidate_ids.device, scores_dtype(logits) if do_sample else torch.float32)  # [K + 1, V]
+        scores = process_rows(self.processors, candidate_ids, raw)
+        drafted = 0 if block is None else block.token_ids.shape[1]
+        tokens = candidate_ids[:, candidate_ids.shape[1] - drafted :]
+        if not do_sample:
+            return _Choice(verify_greedy(tokens, scores.argmax(-1)[None]), tokens, raw, scores)
+        draft_probs = scores.new_zeros(1, 0, scores.shape[-1])
+        if block is not None and drafted:
+            draft_probs = candidates.full_scores(block).to(scores.device).softmax(-1)
+        verification = verify_block(tokens, draft_probs.to(scores.dtype), scores.softmax(-1)[None])
+        return _Choice(verification, tokens, raw, scores)
+
+    def _commit(self, text: _Text, choice: _Choice, outputs, model_kwargs, candidate_ids) -> dict[str, Any]:
+        """Append accepted tokens and the next one, one at a time as plain decoding would, until a criterion stops."""
+        accepted = int(choice.verification.num_accepted)
+        new = torch.cat([choice.tokens[0, :accepted], choice.verification.next_token])
+        is_prefill = candidate_ids is None
+        first = 0
+        for i in range(len(new)):
+            text.input_ids = torch.cat([text.input_ids, new[None, i : i + 1]], dim=1)
+            if self.streamer is not None:
+                self.streamer.put(new[i : i + 1].cpu())
+            self._record(text, choice, outputs, i, is_prefill)
+            first += 1
+            if bool(self.criteria(text.input_ids, text.scores).all()):
+                text.finished = True
+                break
+        self.stats.new_tokens += first
+        return self.target._update_model_kwargs_for_generation(
+            outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens=first
+        )
+
+    def _record(self, text: _Text, choice: _Choice, outputs, i: int, is_prefill: bool) -> None:
+        """Keep scores, logits, hidden states and attentions of one committed token where they were asked for."""
+        if text.scores is not None:
+            text.scores += (choice.scores[i : i + 1],)
+        if text.logits is not None:
+            text.logits += (choice.raw[i : i + 1],)
+        if not self.config.return_dict_in_generate:
+            return
+        rows = slice(None) if is_prefill else slice(i, i + 1)
+        if self.config.output_hidden_states:
+            text.hidden_states += (tuple(layer[:, rows] for layer in outputs.hidden_states),)
+        if self.config.output_attentions:
+            drafted = 0 if is_prefill else len(choice.tokens[0])
+            text.attentions += (tuple(a[..., rows, : a.shape[-1] - drafted + i] for a in outputs.attentions),)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What the target made of a round: the verification, the drafted tokens [1, K], its logits and scores [K + 1, V]."""
+
+    verification: Verification
+    tokens: torch.LongTensor
+    raw: torch.Tensor
+    scores: torch.Tensor

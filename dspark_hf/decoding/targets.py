@@ -1,0 +1,93 @@
+"""The only file that touches a target's internals: its decoder layers and what they put out.
+
+Owns: finding the layers, tapping them, checks of a target that need its inside.
+Does not own: embeddings and LM head (public accessors, `DSparkDraftModel.bind_target`), decoding.
+Axes: B sequences, S tokens of one forward, m tapped layers, d_target the target's hidden size.
+
+Forward hooks, and not `output_hidden_states=[...]`: the meaning of the selected index changed between transformers 5.17
+(output of layer i) and 5.24 (entry i of all hidden states), and a chunked prefill returns its last chunk only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
+    """The target's decoder layers in order.
+
+    Raises:
+        ValueError: no list of as many layers as the text config names.
+    """
+    count = target.config.get_text_config().num_hidden_layers
+    for module in (target.get_decoder(), target):
+        for name, child in module.named_modules():
+            if isinstance(child, nn.ModuleList) and name.rsplit(".", 1)[-1] in ("layers", "h", "blocks"):
+                if len(child) == count:
+                    return child
+    raise ValueError(f"{type(target).__name__}: found no list of {count} decoder layers to take features from.")
+
+
+def check_layer_ids(target: PreTrainedModel, layer_ids: Sequence[int]) -> None:
+    """Refuse tapped layers that the target lacks, and its last one (transformers reports it after the final norm)."""
+    count = target.config.get_text_config().num_hidden_layers
+    wrong = [i for i in layer_ids if not -1 <= i < count - 1]
+    if wrong:
+        raise ValueError(
+            f"The drafter taps target layers {list(layer_ids)}, but {wrong} can't be tapped: this target has {count} "
+            f"layers, so ids from -1 (the embeddings) to {count - 2} are allowed. Use a drafter trained for this target."
+        )
+
+
+class TargetTaps:
+    """Context manager that records the outputs of `layer_ids` (id i = output of layer i, -1 = embeddings)."""
+
+    def __init__(self, target: PreTrainedModel, layer_ids: Sequence[int]) -> None:
+        check_layer_ids(target, layer_ids)
+        self.layer_ids = list(layer_ids)
+        self._layers = decoder_layers(target)
+        self._recorded: dict[int, list[torch.Tensor]] = {i: [] for i in self.layer_ids}
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __enter__(self) -> TargetTaps:
+        for i in self._recorded:
+            if i == -1:
+                handle = self._layers[0].register_forward_pre_hook(self._record_input, with_kwargs=True)
+            else:
+                handle = self._layers[i].register_forward_hook(self._recorder(i))
+            self._handles.append(handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _recorder(self, i: int):
+        def record(module: nn.Module, args: tuple, output: torch.Tensor | tuple) -> None:
+            self._recorded[i].append(output[0] if isinstance(output, tuple) else output)
+
+        return record
+
+    def _record_input(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self._recorded[-1].append(args[0] if args else kwargs["hidden_states"])
+
+    def take(self, device: torch.device | None = None) -> torch.Tensor:
+        """What was recorded since the last call, layers side by side: [B, S, m * d_target]."""
+        columns = []
+        for i in self.layer_ids:
+            parts = [part.to(device) for part in self._recorded[i]]
+            columns.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+        self.drop()
+        return torch.cat(columns, dim=-1)
+
+    def drop(self) -> None:
+        """Forget what was recorded."""
+        for parts in self._recorded.values():
+            parts.clear()

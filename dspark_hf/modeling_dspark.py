@@ -1,0 +1,383 @@
+"""`DSparkDraftModel`: context features, the parallel stage, and the sequential draft loop (paper §3.1).
+
+Owns: the drafter's weights and its own K/V of the committed tokens. Does not own: the target, accepting drafts, training
+data. Embedding and LM head are the target's (`bind_target`) unless the checkpoint brings its own.
+Axes: B sequences, S new context tokens, C context tokens so far, γ drafted tokens, d hidden size, m tapped layers,
+V target vocabulary, V_d draft vocabulary (= V unless reduced), A training anchors.
+This file travels with a checkpoint (`auto_map`), so it imports only its neighbours `*_dspark.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.utils import ModelOutput, logging
+
+from .backbone_dspark import DSparkLayer, RMSNorm, block_mask
+from .configuration_dspark import DSparkConfig
+from .drafting_dspark import Admission, DraftBlock, SequentialLoop, scores_dtype
+from .heads_dspark import ConfidenceHead, make_markov_head
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class DSparkDraftOutput(ModelOutput):
+    """What the parallel stage returns.
+
+    last_hidden_state: [B, block_size, d], after the final norm.
+    logits: [B, block_size, V_d], the base logits U.
+    cache: K/V of the context alone, ready for the next round.
+    """
+
+    last_hidden_state: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    cache: Cache | None = None
+
+
+class DSparkPreTrainedModel(PreTrainedModel):
+    config_class = DSparkConfig
+    base_model_prefix = ""
+    _supports_sdpa = True
+    _supports_flash_attn = False
+    _no_split_modules = ["DSparkLayer"]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        # A Markov head that starts at zero bias leaves the base logits as they are.
+        if module is getattr(self, "markov_head", None):
+            nn.init.zeros_(module.markov_w2.weight)
+
+
+class DSparkDraftModel(DSparkPreTrainedModel):
+    """A DSpark drafter. Use it as `target.generate(..., assistant_model=drafter)` after `import dspark_hf`."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__(config)
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DSparkLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.markov_head = make_markov_head(
+            config.markov_head_type,
+            config.vocab_size,
+            config.draft_vocab_size,
+            config.markov_rank,
+            config.hidden_size,
+        )
+        self.confidence_head = None
+        if config.enable_confidence_head:
+            extra = config.markov_rank if config.confidence_head_with_markov else 0
+            self.confidence_head = ConfidenceHead(config.hidden_size + extra)
+        self.embed_tokens: nn.Embedding | None = None
+        self.lm_head: nn.Linear | None = None
+        if config.has_own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        # int64 offsets, the field's form: target id = draft id + d2t[draft id]
+        offsets = torch.zeros(config.draft_vocab_size, dtype=torch.long) if config.has_reduced_vocab else None
+        self.register_buffer("d2t", offsets)
+        self._target_embedding: list[nn.Module] = []  # in lists, so that they do not become our submodules
+        self._target_head: list[nn.Module] = []
+        self._bound_to: int | None = None
+        self.admission: Admission | None = None
+        self.skinny_linear = True  # see decoding.skinny_linear
+        self.last_generation: Any = None
+        self.post_init()
+        self.generation_config = GenerationConfig(
+            num_assistant_tokens=config.num_draft_tokens, assistant_confidence_threshold=0.0
+        )
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args: Any, **kwargs: Any):
+        """As in transformers; safetensors only, reads DeepSpec's packaging too, refuses a checkpoint that lacks weights.
+
+        Raises:
+            OSError: nothing to read there, or the weights' file is damaged.
+            ValueError: no DSpark drafter, or weights are missing.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        kwargs["use_safetensors"] = True
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise OSError(
+                f"The weights of {pretrained_model_name_or_path} can't be read ({error}). The file is damaged or not "
+                "whole: download or copy it again."
+            ) from None
+        missing = set(info["missing_keys"])
+        # MiniCPM5's form of DeepSpec's packaging leaves these two to the target.
+        for key, part in (("embed_tokens.weight", "embed_tokens"), ("lm_head.weight", "lm_head")):
+            if key in missing:
+                missing.discard(key)
+                setattr(model, part, None)
+        if missing:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} lacks weights of a DSpark drafter: {', '.join(sorted(missing))}."
+            )
+        hub = {
+            k: kwargs[k]
+            for k in ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+            if k in kwargs
+        }
+        try:
+            model.generation_config.update(
+                **GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub).to_diff_dict()
+            )
+        except OSError:
+            pass  # other packagings have none; the defaults stand
+        return (model, info) if wants_info else model
+
+    def save_pretrained(self, save_directory, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, and the generation config (`num_assistant_tokens`, `assistant_confidence_threshold`) too."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        self.generation_config.save_pretrained(save_directory)
+
+    # -- the target's parts ------------------------------------------------------------------------------------------
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Embedding | None) -> None:
+        self.embed_tokens = value
+
+    def draft_token_ids(self) -> torch.LongTensor:
+        """Target ids of the draft vocabulary. [V_d]"""
+        ids = torch.arange(self.config.draft_vocab_size, device=self.device)
+        return ids if self.d2t is None else ids + self.d2t
+
+    def set_draft_vocabulary(self, token_ids: torch.LongTensor) -> None:
+        """Choose which target ids can be proposed: [V_d], ascending (stored as offsets)."""
+        if self.d2t is None:
+            raise ValueError("This drafter proposes from the whole vocabulary; set config.draft_vocab_size first.")
+        if token_ids.shape != self.d2t.shape or bool((token_ids.diff() <= 0).any()):
+            raise ValueError(
+                f"Give {len(self.d2t)} different target ids in ascending order, got {tuple(token_ids.shape)}."
+            )
+        self.d2t.copy_(token_ids.to(self.d2t.device) - torch.arange(len(token_ids), device=self.d2t.device))
+
+    @torch.no_grad()
+    def bind_target(self, target: PreTrainedModel) -> None:
+        """Use the target's embedding and LM head. Own copies that are equal are dropped, others kept with a warning.
+
+        Raises:
+            ValueError: the target's vocabulary or hidden size does not fit this drafter.
+        """
+        if self._bound_to == id(target):
+            return
+        config = target.config.get_text_config()
+        for name, ours in (("vocab_size", self.config.vocab_size), ("hidden_size", self.config.target_hidden_size)):
+            if getattr(config, name) != ours:
+                trained_for = self.config.target_model_name_or_path
+                raise ValueError(
+                    f"This drafter does not fit the target: the drafter was made for {name} {ours}"
+                    f"{f' ({trained_for})' if trained_for else ''}, the target {target.config._name_or_path or ''} has "
+                    f"{getattr(config, name)}. Use a drafter trained for this target (`dspark-hf train`)."
+                )
+        embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+        if embedding is None or head is None:
+            raise ValueError(f"{type(target).__name__} has no input or output embeddings to share with the drafter.")
+        if self.embed_tokens is not None and _same_weight(self.embed_tokens, embedding):
+            self.embed_tokens = None
+        if self.lm_head is not None and not self.config.has_reduced_vocab and _same_weight(self.lm_head, head):
+            self.lm_head = None
+        if self.embed_tokens is not None or self.lm_head is not None:
+            logger.warning_once("The drafter's own embedding or LM head differs from the target's and is kept.")
+        self._target_embedding = [embedding]
+        self._target_head = [self._reduced_head(head) if self.config.has_reduced_vocab else head]
+        self._bound_to = id(target)
+
+    def _reduced_head(self, head: nn.Module) -> nn.Linear:
+        """The rows of the target's LM head for the draft vocabulary."""
+        ids = self.draft_token_ids().to(head.weight.device)
+        bias = getattr(head, "bias", None)
+        rows = nn.Linear(self.config.hidden_size, len(ids), bias=bias is not None, device="meta")
+        rows.weight = nn.Parameter(head.weight[ids].to(self.device, self.dtype), requires_grad=False)
+        if bias is not None:
+            rows.bias = nn.Parameter(bias[ids].to(self.device, self.dtype), requires_grad=False)
+        return rows
+
+    def bound_heads(self) -> list[nn.Module]:
+        """The LM head rows cut out for a reduced draft vocabulary (no submodule of ours), if any."""
+        return self._target_head if self.config.has_reduced_vocab else []
+
+    def embed(self, input_ids: torch.LongTensor) -> torch.Tensor:
+        """Token embeddings in the drafter's dtype and device. [...] -> [..., d]"""
+        table = self.embed_tokens if self.embed_tokens is not None else next(iter(self._target_embedding), None)
+        if table is None:
+            raise ValueError(
+                "The drafter has no embedding yet: call `drafter.bind_target(target)` or pass `noise_embeds`."
+            )
+        return table(input_ids.to(table.weight.device)).to(self.device, self.dtype)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Base logits U of hidden states. [..., d] -> [..., V_d]"""
+        head = self.lm_head if self.lm_head is not None else next(iter(self._target_head), None)
+        if head is None:
+            raise ValueError("The drafter has no LM head yet: call `drafter.bind_target(target)`.")
+        weight = head.weight
+        logits = head(hidden_states.to(weight.device, weight.dtype if weight.is_floating_point() else None))
+        logits = logits.to(self.device)
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    # -- parallel stage ----------------------------------------------------------------------------------------------
+
+    def extend_context(
+        self,
+        context_hidden_states: torch.Tensor,  # [B, S, m * d_target]
+        position_ids: torch.LongTensor,  # [B, S]
+        cache: Cache,
+    ) -> None:
+        """Append the K/V of newly committed tokens to `cache`."""
+        for i, key_values in enumerate(self.context_key_values(context_hidden_states, position_ids)):
+            cache.update(*key_values, i)
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,  # [B, block_size]: anchor, then mask tokens
+        noise_embeds: torch.Tensor | None = None,  # [B, block_size, d], instead of input_ids
+        context_hidden_states: torch.Tensor | None = None,  # [B, S, m * d_target]
+        position_ids: torch.LongTensor | None = None,  # [B, S + block_size]
+        attention_mask: torch.Tensor | None = None,  # [B, C + block_size], 0 = padding
+        cache: Cache | None = None,
+        use_cache: bool | None = None,
+    ) -> DSparkDraftOutput:
+        """One block through the parallel stage; see [`DSparkDraftOutput`].
+
+        `position_ids` default to what follows the cached context. The returned cache holds the context alone.
+        """
+        hidden_states, cache = self._parallel_stage(
+            input_ids, noise_embeds, context_hidden_states, position_ids, attention_mask, cache
+        )
+        return DSparkDraftOutput(
+            last_hidden_state=hidden_states,
+            logits=self.compute_logits(hidden_states),
+            cache=None if use_cache is False else cache,
+        )
+
+    def _parallel_stage(self, input_ids, noise_embeds, context_hidden_states, position_ids, attention_mask, cache):
+        if (input_ids is None) == (noise_embeds is None):
+            raise ValueError("Give either `input_ids` or `noise_embeds`, not both and not neither.")
+        hidden_states = self.embed(input_ids) if noise_embeds is None else noise_embeds
+        batch, block = hidden_states.shape[:2]
+        cache = DynamicCache() if cache is None else cache
+        new = 0 if context_hidden_states is None else context_hidden_states.shape[1]
+        if position_ids is None:
+            start = cache.get_seq_length()
+            position_ids = torch.arange(start, start + new + block, device=self.device).expand(batch, -1)
+        if new:
+            self.extend_context(context_hidden_states, position_ids[:, :new], cache)
+        if cache.get_seq_length() == 0:
+            raise ValueError("The drafter needs at least one context token before the anchor.")
+        contexts = [(layer.keys, layer.values) for layer in cache.layers]
+        masks = self._block_masks(position_ids[:, new:], cache.get_seq_length(), attention_mask)
+        return self.run_layers(hidden_states, position_ids[:, new:], contexts, masks), cache
+
+    def run_layers(
+        self,
+        hidden_states: torch.Tensor,  # [B, Q, d]
+        position_ids: torch.LongTensor,  # [B, Q]
+        contexts: list[tuple[torch.Tensor, torch.Tensor]],  # of each layer: two of [B, kv heads, C, head_dim]
+        masks: dict[str, torch.Tensor | None],  # by layer type: [B, 1, Q, C + Q]
+    ) -> torch.Tensor:
+        """The backbone and its final norm. [B, Q, d]"""
+        rope = self.rotary_emb(hidden_states, position_ids)
+        for layer, context in zip(self.layers, contexts, strict=True):
+            hidden_states = layer(hidden_states, rope, context, masks[layer.layer_type])
+        return self.norm(hidden_states)
+
+    def context_key_values(
+        self,
+        context_hidden_states: torch.Tensor,  # [B, S, m * d_target]
+        position_ids: torch.LongTensor,  # [B, S]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Features (eq. 2) and, for each layer, their keys and values (eq. 3): two of [B, kv heads, S, head_dim]."""
+        features = self.hidden_norm(self.fc(context_hidden_states.to(self.device, self.dtype)))
+        rope = self.rotary_emb(features, position_ids)
+        return [layer.self_attn.key_values(features, rope) for layer in self.layers]
+
+    def _block_masks(
+        self, block_positions: torch.LongTensor, num_context: int, attention_mask: torch.Tensor | None
+    ) -> dict[str, torch.Tensor | None]:
+        """Bool masks [B, 1, block, C + block] by layer type, `None` where everything is seen."""
+        padding = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
+        if "sliding_attention" not in self.config.layer_types:
+            return {"full_attention": padding}
+        # Context tokens are the ones right before the block.
+        context = torch.arange(-num_context, 0, device=block_positions.device) + block_positions[:, :1]
+        sliding = block_mask(self.config, context, block_positions, block_positions[:, :1])
+        return {
+            "full_attention": padding,
+            "sliding_attention": sliding[:, None] if padding is None else sliding[:, None] & padding,
+        }
+
+    # -- sequential stage --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def draft(
+        self,
+        anchor_ids: torch.LongTensor,  # [B], or [B, L]: the committed tokens, the last one being the anchor
+        context_hidden_states: torch.Tensor | None = None,  # [B, S, m * d_target], of tokens not yet in `cache`
+        cache: Cache | None = None,
+        *,
+        do_sample: bool = False,
+        logits_processor: Callable | None = None,
+        admission: Admission | None = None,
+        generator: torch.Generator | None = None,
+        position_ids: torch.LongTensor | None = None,  # [B, S + block_size]
+        attention_mask: torch.Tensor | None = None,  # [B, C + block_size]
+        max_tokens: int | None = None,
+    ) -> DraftBlock:
+        """Draft one block: the parallel stage, then the sequential loop (eq. 4) until the policy or `max_tokens` ends it.
+
+        `logits_processor` is applied step by step to (committed and drafted ids, scores), as in `generate()`; give the
+        whole committed text as `anchor_ids` where a processor reads it. Greedy unless `do_sample`.
+        """
+        prefix = anchor_ids if anchor_ids.dim() == 2 else anchor_ids[:, None]
+        prefix = prefix.to(self.device)
+        batch = prefix.shape[0]
+        limit = self.config.num_draft_tokens if max_tokens is None else min(max_tokens, self.config.num_draft_tokens)
+        block = prefix.new_full((batch, self.config.block_size), self.config.mask_token_id)
+        block[:, 0] = prefix[:, -1]
+        hidden, cache = self._parallel_stage(block, None, context_hidden_states, position_ids, attention_mask, cache)
+        first = 0 if self.config.sample_from_anchor else 1
+        base_logits = self.compute_logits(hidden[:, first : first + limit])
+        base_logits = base_logits.to(scores_dtype(base_logits))
+        draft_ids = self.draft_token_ids() if self.config.has_reduced_vocab else None
+        loop = SequentialLoop(self, prefix, draft_ids, do_sample, logits_processor, admission, generator)
+        if first:
+            loop.skip(hidden[:, 0])  # fill-in: slot 0 proposes nothing, but the recurrent state starts there
+        for k in range(limit):
+            if not loop.step(hidden[:, first + k], base_logits[:, k]):
+                break
+        return loop.block(cache, base_logits)
+
+    def confidence(self, hidden: torch.Tensor, previous_embedding: torch.Tensor | None) -> torch.Tensor:
+        """Confidence logits of positions, [..., d] and [..., r] -> [...]; needs a confidence head."""
+        return self.confidence_head(hidden, previous_embedding if self.config.confidence_head_with_markov else None)
+
+
+def _same_weight(ours: nn.Module, theirs: nn.Module) -> bool:
+    weight = theirs.weight
+    if not weight.is_floating_point() or weight.is_meta or ours.weight.shape != weight.shape:
+        return False
+    return torch.equal(ours.weight, weight.to(ours.weight.device, ours.weight.dtype)) or torch.equal(
+        ours.weight.to(weight.device, weight.dtype), weight
+    )
+
+
+__all__ = ["DSparkDraftModel", "DSparkPreTrainedModel"]
