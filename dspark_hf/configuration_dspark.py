@@ -32,6 +32,8 @@ class DSparkConfig(PreTrainedConfig):
         sliding_window_origin (`str`): the window is counted back from the `"anchor"` (speculators) or each `"query"` (z-lab).
         sliding_window_non_causal (`bool`): whether sliding layers look ahead inside the block.
         block_size (`int`): inputs of the parallel stage: the anchor and `block_size - 1` mask tokens.
+        min_block_size (`int`, *optional*): the shortest block the drafter was trained with; drafts of fewer than γ tokens
+            then run a shorter parallel stage. `None`: always `block_size`.
         sample_from_anchor (`bool`): anchor-first layout (slot k predicts the token after it, γ = `block_size`);
             `False` is the fill-in layout (mask slots predict themselves, γ = `block_size - 1`).
         mask_token_id (`int`): the token that stands for a position still to be drafted.
@@ -72,6 +74,7 @@ class DSparkConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     block_size: int = 7
+    min_block_size: int | None = None
     sample_from_anchor: bool = True
     mask_token_id: int = 0
     target_layer_ids: list[int] | None = None
@@ -132,6 +135,10 @@ class DSparkConfig(PreTrainedConfig):
             f"sliding_window_origin must be 'anchor' or 'query', got {self.sliding_window_origin!r}.",
         )
         require(self.num_draft_tokens >= 1, f"block_size {self.block_size} leaves no token to draft.")
+        require(
+            self.min_block_size is None or 1 <= self.min_block_size <= self.block_size,
+            f"min_block_size must be between 1 and block_size ({self.block_size}), got {self.min_block_size}.",
+        )
         require(
             0 <= self.mask_token_id < self.vocab_size,
             f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}.",

@@ -351,10 +351,15 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         prefix = prefix.to(self.device)
         batch = prefix.shape[0]
         limit = self.config.num_draft_tokens if max_tokens is None else min(max_tokens, self.config.num_draft_tokens)
-        block = prefix.new_full((batch, self.config.block_size), self.config.mask_token_id)
-        block[:, 0] = prefix[:, -1]
-        hidden, cache = self._parallel_stage(block, None, context_hidden_states, position_ids, attention_mask, cache)
         first = 0 if self.config.sample_from_anchor else 1
+        slots = self.config.block_size
+        if self.config.min_block_size is not None:
+            slots = max(self.config.min_block_size, limit + first)
+        block = prefix.new_full((batch, slots), self.config.mask_token_id)
+        block[:, 0] = prefix[:, -1]
+        if position_ids is not None:
+            position_ids = position_ids[:, : position_ids.shape[1] - self.config.block_size + slots]
+        hidden, cache = self._parallel_stage(block, None, context_hidden_states, position_ids, attention_mask, cache)
         base_logits = self.compute_logits(hidden[:, first : first + limit])
         base_logits = base_logits.to(scores_dtype(base_logits))
         draft_ids = self.draft_token_ids() if self.config.has_reduced_vocab else None

@@ -160,5 +160,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         full[..., self.drafter.draft_token_ids()] = block.logits
         return full
 
-    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int) -> None:
+    def update_candidate_strategy(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
+    ) -> None:
         """Nothing to do: policies are told before drafting, not after."""

@@ -17,7 +17,14 @@ from ..modeling_dspark import DSparkDraftModel
 from .loop import speculative_decoding
 from .targets import check_layer_ids
 
-_DECODE_ARGUMENTS = {"input_ids", "logits_processor", "stopping_criteria", "generation_config", "assistant_model", "streamer"}
+_DECODE_ARGUMENTS = {
+    "input_ids",
+    "logits_processor",
+    "stopping_criteria",
+    "generation_config",
+    "assistant_model",
+    "streamer",
+}
 _MARK = "_dspark_wrapped"
 
 
@@ -35,7 +42,9 @@ def check_pair(target, drafter: DSparkDraftModel) -> None:
         ValueError: encoder-decoder target, other vocabulary or hidden size, a tapped layer the target lacks.
     """
     if target.config.is_encoder_decoder:
-        raise ValueError(f"{type(target).__name__} is an encoder-decoder model; DSpark drafters serve decoder-only models.")
+        raise ValueError(
+            f"{type(target).__name__} is an encoder-decoder model; DSpark drafters serve decoder-only models."
+        )
     drafter.bind_target(target)
     check_layer_ids(target, drafter.config.target_layer_ids)
 

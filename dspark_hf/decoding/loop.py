@@ -95,7 +95,9 @@ class _Loop:
                     "verified with it (a recurrent state, or a cache without a past). Decode it without assistant_model."
                 )
             self.stats.prompt_tokens = features.shape[1]
-            candidates.observe(features if real is None else features[:, real[-features.shape[1] :].to(features.device)])
+            candidates.observe(
+                features if real is None else features[:, real[-features.shape[1] :].to(features.device)]
+            )
             choice = self._choose(outputs.logits[:, -1:], text.input_ids, None, candidates)
             model_kwargs = self._commit(text, choice, outputs, model_kwargs, None)
             while not text.finished:

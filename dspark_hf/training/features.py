@@ -112,6 +112,11 @@ class FeatureStore:
         """Size of the file on disk when it is full."""
         return int(self._offsets[self._kept]) * self._row_bytes
 
+    def missing_tokens(self) -> int:
+        """How many tokens of the file are still to be computed."""
+        lengths = np.diff(self._offsets[: self._kept + 1])
+        return int(lengths[self._done[: self._kept] == 0].sum())
+
     def fill(self, tokens_per_batch: int = 2048) -> None:
         """Compute what the file still lacks, with a progress bar; can be interrupted and continued."""
         missing = [i for i in range(self._kept) if not self._done[i]]

@@ -1,0 +1,250 @@
+"""From prompts to a Hub-ready drafter: the whole of `dspark-hf train`.
+
+Owns: the order of the stages, defaults that depend on the target, the estimate, the folders.
+Does not own: what a stage does (`prompts`, `responses`, `features`, `trainer`).
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import json
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from ..configuration_dspark import DSparkConfig
+from ..modeling_dspark import DSparkDraftModel
+from ..pairs import Target
+from .features import FeatureStore, compute_features
+from .prompts import Prompt, load_prompts, plan_answers
+from .responses import Answer, eos_ids, invent_prompts, read_answers, write_answers
+from .trainer import Evaluation, Trainer, TrainingRecipe, mixed_precision
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What `dspark-hf train` takes; `None` means a default that depends on the target or the data."""
+
+    prompts: tuple[Path, ...]
+    output: Path
+    work_dir: Path
+    answers: tuple[Path, ...] = ()
+    num_answers: int | None = None
+    invented_prompts: int = 0
+    temperatures: tuple[float, ...] = (0.0, 0.6, 0.8)
+    max_new_tokens: int = 192
+    slots: int = 128
+    num_layers: int = 3
+    block_size: int = 7
+    min_block_size: int | None = None
+    markov_head: str = "vanilla"
+    markov_rank: int = 64
+    draft_vocab_size: int | None = 8192
+    target_layers: tuple[int, ...] | None = None
+    steps: int | None = None
+    epochs: float = 10.0
+    batch_size: int = 8
+    num_anchors: int = 32
+    learning_rate: float = 1e-3
+    held_out: float = 0.02
+    feature_cache_gb: float = 20.0
+    seed: int = 0
+    restart: bool = False
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """What came of a run: token counts, seconds by stage, held-out acceptance."""
+
+    output: str
+    answers: int
+    answer_tokens: int
+    steps: int
+    training_seconds: float
+    held_out: Evaluation
+
+
+def default_target_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
+    """`count` layers spread from the second to the fourth from the end, as the published drafters have them."""
+    if num_layers < 2:
+        raise ValueError(f"A target of {num_layers} decoder layer can't be tapped: its last layer is not allowed.")
+    count = min(count, num_layers - 1)
+    if num_layers < 6 or count == 1:
+        return tuple(range(num_layers - 1 - count, num_layers - 1))
+    return tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
+
+
+def drafter_config(target: PreTrainedModel, options: TrainOptions, name: str) -> DSparkConfig:
+    """A drafter's config for this target: its widths, heads and rope, the options' depth and heads."""
+    text = target.config.get_text_config()
+    head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
+    rope = text.to_dict().get("rope_parameters") or {}
+    vocab = options.draft_vocab_size or text.vocab_size
+    layers = options.target_layers or default_target_layers(text.num_hidden_layers)
+    return DSparkConfig(
+        vocab_size=text.vocab_size,
+        draft_vocab_size=min(vocab, text.vocab_size),
+        hidden_size=text.hidden_size,
+        intermediate_size=text.intermediate_size,
+        num_hidden_layers=options.num_layers,
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=text.num_key_value_heads,
+        head_dim=head_dim,
+        rms_norm_eps=text.rms_norm_eps,
+        max_position_embeddings=text.max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10_000.0)},
+        block_size=options.block_size,
+        min_block_size=options.min_block_size,
+        mask_token_id=_mask_token(target),
+        target_layer_ids=list(layers),
+        num_target_layers=text.num_hidden_layers,
+        markov_head_type=options.markov_head,
+        markov_rank=options.markov_rank,
+        num_anchors=options.num_anchors,
+        target_model_name_or_path=name,
+    )
+
+
+def _mask_token(target: PreTrainedModel) -> int:
+    """The last id that no text ends with; its embedding only marks positions still to be drafted."""
+    banned = eos_ids(target)
+    return next(i for i in reversed(range(target.config.get_text_config().vocab_size)) if i not in banned)
+
+
+def frequent_tokens(answers: Sequence[Answer], count: int, vocab_size: int) -> torch.LongTensor:
+    """The `count` most frequent answer tokens, filled up with the lowest ids; ascending."""
+    frequency = collections.Counter(token for answer in answers for token in answer.response_ids)
+    chosen = [token for token, _ in frequency.most_common(count)]
+    seen = set(chosen)
+    chosen += [i for i in range(vocab_size) if i not in seen][: count - len(chosen)]
+    return torch.tensor(sorted(chosen))
+
+
+def working_copy(target: PreTrainedModel) -> PreTrainedModel:
+    """The target as it makes answers and features: in bf16 where the device multiplies that faster."""
+    if target.dtype != torch.float32 or mixed_precision(target.device) == "no":
+        return target
+    return copy.deepcopy(target).to(torch.bfloat16)
+
+
+def make_answers(target: Target, worker: PreTrainedModel, options: TrainOptions) -> list[Answer]:
+    """Answers from the given files and those made here, which are kept in the working folder."""
+    files = list(options.answers)
+    prompts: list[Prompt] = [p for file in options.prompts for p in load_prompts(file, target.tokenizer)]
+    if options.invented_prompts:
+        prompts += invent_prompts(
+            worker,
+            target.tokenizer,
+            options.invented_prompts,
+            options.work_dir / "invented_prompts.jsonl",
+            num_slots=options.slots,
+            seed=options.seed,
+        )
+    if prompts:
+        plans = plan_answers(prompts, options.num_answers or len(prompts), options.temperatures)
+        own = options.work_dir / "answers.jsonl"
+        write_answers(
+            worker, plans, own, max_new_tokens=options.max_new_tokens, num_slots=options.slots, seed=options.seed
+        )
+        files.append(own)
+    if not files:
+        raise ValueError("Nothing to train on: give --prompts, --answers or --invented-prompts.")
+    return read_answers(files)
+
+
+def estimate(
+    worker: PreTrainedModel, answers: Sequence[Answer], store: FeatureStore, trainer: Trainer
+) -> dict[str, float]:
+    """Seconds of the stages to come, from one measured batch of features and two training steps; disk in GB."""
+    sample = list(answers[:4])
+    tokens = sum(len(a.input_ids) + len(a.response_ids) for a in sample)
+    start = time.monotonic()
+    compute_features(worker, sample, store.layer_ids)
+    per_token = (time.monotonic() - start) / tokens
+    return {
+        "feature_seconds": per_token * store.missing_tokens(),
+        "feature_gigabytes": store.num_bytes / 1e9,
+        "training_seconds": trainer.seconds_per_step() * (trainer.recipe.steps - trainer.step),
+    }
+
+
+def run_training(target: Target, options: TrainOptions, say=print) -> TrainReport:
+    """All stages; each goes on where an earlier run was stopped. `say` prints a line to the user."""
+    if options.restart:
+        shutil.rmtree(options.work_dir, ignore_errors=True)
+    options.work_dir.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(options.seed)
+    worker = working_copy(target.model)
+    answers = make_answers(target, worker, options)
+    answer_tokens = sum(len(a.response_ids) for a in answers)
+    say(f"{len(answers)} answers, {answer_tokens:,} answer tokens.")
+
+    config = drafter_config(target.model, options, target.name)
+    drafter = DSparkDraftModel(config).to(target.model.device)
+    if config.has_reduced_vocab:
+        tokens = frequent_tokens(answers, config.draft_vocab_size, config.vocab_size)
+        drafter.set_draft_vocabulary(tokens)
+        say(f"Draft vocabulary of {len(tokens)} tokens covers {_coverage(answers, tokens):.2%} of the answers.")
+    drafter.bind_target(target.model)
+    held_out = _held_out(len(answers), options.held_out)
+    store = FeatureStore(
+        options.work_dir, answers, worker, config.target_layer_ids, int(options.feature_cache_gb * 1e9)
+    )
+    steps = options.steps or math.ceil(options.epochs * (len(answers) - len(held_out)) / options.batch_size)
+    recipe = TrainingRecipe(
+        steps=steps,
+        batch_size=options.batch_size,
+        num_anchors=options.num_anchors,
+        learning_rate=options.learning_rate,
+        block_sizes=(options.min_block_size, options.block_size) if options.min_block_size else None,
+        seed=options.seed,
+    )
+    trainer = Trainer(drafter, store, recipe, options.work_dir, held_out)
+    if trainer.resume():
+        say(f"Going on from step {trainer.step} of {steps}.")
+    if trainer.step < steps:
+        expected = estimate(worker, answers, store, trainer)
+        say(
+            f"Estimate: features {expected['feature_seconds'] / 60:.0f} min and {expected['feature_gigabytes']:.1f} GB of "
+            f"disk, training {expected['training_seconds'] / 60:.0f} min for {steps - trainer.step} steps."
+        )
+        store.fill()
+        trainer.run()
+    result = trainer.evaluate()
+    report = TrainReport(str(options.output), len(answers), answer_tokens, steps, trainer.seconds, result)
+    save_drafter(drafter, options, report)
+    return report
+
+
+def save_drafter(drafter: DSparkDraftModel, options: TrainOptions, report: TrainReport) -> None:
+    """Write the Hub-ready folder (weights in bf16) under a temporary name, then put it in place."""
+    temporary = options.output.with_name(options.output.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    drafter.to(torch.bfloat16).save_pretrained(temporary)
+    record = {"options": asdict(options), "report": asdict(report)}
+    (temporary / "training.json").write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
+    if (options.output / "README.md").is_file():
+        shutil.copy(options.output / "README.md", temporary / "README.md")
+    if options.output.exists():
+        shutil.rmtree(options.output)
+    (temporary / "model.safetensors").chmod(0o644)
+    temporary.rename(options.output)
+
+
+def _held_out(count: int, share: float) -> list[int]:
+    """Evenly spread answers, so that every domain has some."""
+    wanted = min(max(round(count * share), 1), 256, count - 1)
+    return [round(i * count / wanted) for i in range(wanted)] if wanted else []
+
+
+def _coverage(answers: Sequence[Answer], tokens: torch.LongTensor) -> float:
+    known = set(tokens.tolist())
+    total = sum(len(a.response_ids) for a in answers)
+    return sum(t in known for a in answers for t in a.response_ids) / total
