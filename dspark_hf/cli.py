@@ -178,7 +178,7 @@ def generate(
     if not stream:
         out.print(result.text, markup=False, highlight=False)
     err.print(
-        f"{len(result.token_ids)} tokens, {result.tokens_per_second:.1f} tok/s, τ {result.stats.accept_length:.2f}",
+        f"{len(result.token_ids)} tokens, {result.tokens_per_second:.1f} tok/s, τ {result.accept_length:.2f}",
         highlight=False,
     )
 
@@ -214,7 +214,7 @@ def race(
     same = "the same tokens" if plain.token_ids == fast.token_ids else "DIFFERENT tokens (a tie? see dspark-hf bench)"
     out.print(
         f"[bold]{fast.tokens_per_second / plain.tokens_per_second:.2f}×[/bold] the speed, {same}, "
-        f"τ {fast.stats.accept_length:.2f} tokens a round",
+        f"τ {fast.accept_length:.2f} tokens a round",
         highlight=False,
     )
 

@@ -154,7 +154,7 @@ class DSparkConfig(PreTrainedConfig):
             require(
                 not wrong,
                 f"target_layer_ids {wrong} are outside -1..{self.num_target_layers - 2}: the target has "
-                f"{self.num_target_layers} layers and its last one can't be tapped (its output is reported after the final norm).",
+                f"{self.num_target_layers} layers and its last one can't be tapped (it is reported after the final norm).",
             )
 
     @property

@@ -9,6 +9,7 @@ This file travels with a checkpoint (`auto_map`), so it imports only its neighbo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -133,12 +134,9 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             for k in ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
             if k in kwargs
         }
-        try:
-            model.generation_config.update(
-                **GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub).to_diff_dict()
-            )
-        except OSError:
-            pass  # other packagings have none; the defaults stand
+        with contextlib.suppress(OSError):  # other packagings have none; the defaults stand
+            stored = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
+            model.generation_config.update(**stored.to_diff_dict())
         return (model, info) if wants_info else model
 
     def save_pretrained(self, save_directory, *args: Any, **kwargs: Any) -> None:

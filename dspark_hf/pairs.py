@@ -147,8 +147,8 @@ def _check_exists(source: str, what: str) -> None:
         raise OSError(
             f"No {what} at {source}: give a folder that holds config.json, or a Hub id of the form owner/name."
         )
-    if not looks_like_path and not Path(source).is_dir() and not hub_is_reachable():
-        if not isinstance(try_to_load_from_cache(source, "config.json"), str):
-            raise OSError(
-                f"The {what} {source} is neither a folder here nor in the cache, and the Hugging Face Hub can't be reached."
-            )
+    here = looks_like_path or Path(source).is_dir() or isinstance(try_to_load_from_cache(source, "config.json"), str)
+    if not here and not hub_is_reachable():
+        raise OSError(
+            f"The {what} {source} is neither a folder here nor in the cache, and the Hugging Face Hub can't be reached."
+        )

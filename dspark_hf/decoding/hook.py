@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from typing import Any
 
 import transformers
 from transformers import GenerationMixin
@@ -51,8 +52,8 @@ def check_pair(target, drafter: DSparkDraftModel) -> None:
 
 def install() -> None:
     """Wrap `GenerationMixin` once; calling it again changes nothing."""
-    decode = getattr(GenerationMixin, "_assisted_decoding", None)
-    validate = getattr(GenerationMixin, "_validate_generation_mode", None)
+    decode: Any = getattr(GenerationMixin, "_assisted_decoding", None)
+    validate: Any = getattr(GenerationMixin, "_validate_generation_mode", None)
     if getattr(decode, _MARK, False):
         return
     usable = decode is not None and validate is not None and hasattr(GenerationMixin, "_prefill")

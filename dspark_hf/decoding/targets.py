@@ -27,9 +27,9 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     count = target.config.get_text_config().num_hidden_layers
     for module in (target.get_decoder(), target):
         for name, child in module.named_modules():
-            if isinstance(child, nn.ModuleList) and name.rsplit(".", 1)[-1] in ("layers", "h", "blocks"):
-                if len(child) == count:
-                    return child
+            is_list = isinstance(child, nn.ModuleList) and name.rsplit(".", 1)[-1] in ("layers", "h", "blocks")
+            if is_list and len(child) == count:
+                return child
     raise ValueError(f"{type(target).__name__}: found no list of {count} decoder layers to take features from.")
 
 

@@ -15,7 +15,7 @@ from transformers import TextStreamer
 from ..decoding.stats import GenerationStats
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
-from ..training.prompts import encode_messages
+from ..texts import encode_messages
 from .speed import check_length
 
 
@@ -30,7 +30,13 @@ class Completion:
 
     @property
     def tokens_per_second(self) -> float:
+        """New tokens per second, the prefill included."""
         return len(self.token_ids) / self.seconds
+
+    @property
+    def accept_length(self) -> float:
+        """τ, tokens committed per round; 1 for plain decoding."""
+        return 1.0 if self.stats is None else self.stats.accept_length
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON output."""

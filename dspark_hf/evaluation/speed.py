@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ..decoding.stats import GenerationStats
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
-from ..training.prompts import encode_messages, messages_of, read_jsonl
+from ..texts import encode_messages, messages_of, read_jsonl
 
 METHODS = ("plain", "dspark", "prompt_lookup")
 _LOOKUP_TOKENS = 10  # transformers' own example value
@@ -52,7 +52,7 @@ class PromptResult:
     domain: str
     tokens: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    stats: GenerationStats | None = None
+    stats: GenerationStats = field(default_factory=lambda: GenerationStats(0))
     one_token_seconds: float = 0.0  # of plain decoding, prefill left out
     identical: bool | None = None  # only compared where decoding is greedy
     first_difference: int | None = None
@@ -130,7 +130,7 @@ def run_bench(
     model = target.model
     for prompt in prompts:
         check_length(model, len(prompt.input_ids), options.max_new_tokens)
-    arguments = {
+    arguments: dict[str, dict[str, Any]] = {
         "plain": {},
         "dspark": {"assistant_model": drafter},
         "prompt_lookup": {"prompt_lookup_num_tokens": _LOOKUP_TOKENS},

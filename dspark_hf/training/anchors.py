@@ -63,8 +63,7 @@ def make_blocks(
 ) -> Blocks:
     """Lay out one block at every anchor; `block_size` shorter than the config's makes shorter blocks."""
     slots = config.block_size if block_size is None else block_size
-    batch, length = input_ids.shape
-    device = input_ids.device
+    length, device = input_ids.shape[1], input_ids.device
     positions = anchors[:, :, None] + torch.arange(slots, device=device)  # [B, A, L]
     block_ids = torch.full_like(positions, config.mask_token_id)
     block_ids[:, :, 0] = input_ids.gather(1, anchors)

@@ -155,6 +155,7 @@ def decode_batched(
 
     def finish(row: int) -> TextResult:
         slot, slots[row] = slots[row], None
+        assert slot is not None
         cache.positions[row] = 0
         return TextResult(slot.request.key, slot.request.input_ids, slot.response_ids)
 

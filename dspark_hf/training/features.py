@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,7 +100,7 @@ class FeatureStore:
         )
         key = hashlib.sha256(identity.encode()).hexdigest()
         key_file, rows = folder / "features.key", int(self._offsets[self._kept])
-        mode = "r+" if key_file.exists() and key_file.read_text() == key else "w+"
+        mode: Any = "r+" if key_file.exists() and key_file.read_text() == key else "w+"
         if mode == "w+":
             key_file.unlink(missing_ok=True)
         self._done = np.memmap(folder / "features.done", np.uint8, mode, shape=max(self._kept, 1))

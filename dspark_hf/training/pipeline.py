@@ -189,13 +189,13 @@ def run_training(target: Target, options: TrainOptions, say=print) -> TrainRepor
     config = drafter_config(target.model, options, target.name)
     drafter = DSparkDraftModel(config).to(target.model.device)
     if config.has_reduced_vocab:
-        tokens = frequent_tokens(answers, config.draft_vocab_size, config.vocab_size)
+        tokens = frequent_tokens(answers, len(drafter.draft_token_ids()), config.vocab_size)
         drafter.set_draft_vocabulary(tokens)
         say(f"Draft vocabulary of {len(tokens)} tokens covers {_coverage(answers, tokens):.2%} of the answers.")
     drafter.bind_target(target.model)
     held_out = _held_out(len(answers), options.held_out)
     store = FeatureStore(
-        options.work_dir, answers, worker, config.target_layer_ids, int(options.feature_cache_gb * 1e9)
+        options.work_dir, answers, worker, config.target_layer_ids or (), int(options.feature_cache_gb * 1e9)
     )
     steps = options.steps or math.ceil(options.epochs * (len(answers) - len(held_out)) / options.batch_size)
     recipe = TrainingRecipe(

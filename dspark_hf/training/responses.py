@@ -18,8 +18,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..texts import encode_messages, read_jsonl
 from .batched_decode import TextRequest, TextResult, decode_batched, supports_slots
-from .prompts import AnswerPlan, Prompt, read_jsonl, user_turn_prefix
+from .prompts import AnswerPlan, Prompt, user_turn_prefix
 
 logger = logging.get_logger(__name__)
 
@@ -178,8 +179,6 @@ def invent_prompts(
 
 
 def _invented(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    from .prompts import encode_messages
-
     seen: set[str] = set()
     for _, line in read_jsonl(path):
         text = line["prompt"]

