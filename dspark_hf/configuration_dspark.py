@@ -46,6 +46,7 @@ class DSparkConfig(PreTrainedConfig):
         final_logit_softcapping (`float`, *optional*): the target's soft cap of its logits.
         has_own_embeddings (`bool`): the checkpoint brings copies of the target's embedding and LM head.
         num_anchors (`int`): blocks drawn per sequence in training.
+        pad_token_id, bos_token_id, eos_token_id: the target's (`pipeline()` compares them).
         target_model_name_or_path (`str`, *optional*): the target this drafter was trained for.
     """
 
@@ -86,6 +87,9 @@ class DSparkConfig(PreTrainedConfig):
     final_logit_softcapping: float | None = None
     has_own_embeddings: bool = False
     num_anchors: int = 512
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
     target_model_name_or_path: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -82,6 +82,7 @@ def make_drafter(target, head: str = "vanilla", seed: int = 1, bind: bool = True
         "num_target_layers": text.num_hidden_layers,
         "markov_head_type": head,
         "markov_rank": 6,
+        "pad_token_id": 0,
     }
     drafter = DSparkDraftModel(DSparkConfig(**settings | overrides))
     if drafter.markov_head is not None:
@@ -108,6 +109,13 @@ def make_tokenizer(vocab_size: int = 24) -> PreTrainedTokenizerFast:
         "{% for m in messages %}w2 {{ m['content'] }} w3 {% endfor %}{% if add_generation_prompt %}w4{% endif %}"
     )
     return fast
+
+
+def make_letter_tokenizer(vocab_size: int = 24) -> PreTrainedTokenizerFast:
+    """Letters a, b, ...: what transformers' stop strings can work with."""
+    tokenizer = Tokenizer(models.BPE({chr(97 + i): i for i in range(vocab_size)}, []))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="a")
 
 
 @pytest.fixture

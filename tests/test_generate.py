@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from conftest import FAMILIES, make_drafter, make_target, make_tokenizer, prompt_ids
+from conftest import FAMILIES, make_drafter, make_letter_tokenizer, make_target, make_tokenizer, prompt_ids
 from transformers import (
     GenerationMixin,
     LogitsProcessorList,
@@ -32,7 +32,8 @@ def both(target, drafter, ids, **arguments):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family):
-    target = make_target(family, seed=4)
+    # transformers' experts know no float64
+    target = make_target(family, seed=4, dtype=torch.float32 if family == "qwen3_moe" else torch.float64)
     plain, fast = both(target, make_drafter(target), prompt_ids(9), max_new_tokens=30)
     assert torch.equal(plain, fast)
 
@@ -105,9 +106,10 @@ def test_text_streamer_prints(target, drafter, capsys):
 
 def test_stop_strings_and_custom_criteria(target, drafter):
     plain = target.generate(prompt_ids(), max_new_tokens=20, do_sample=False)
-    word = f"w{int(plain[0, 12])}"
-    results = both(target, drafter, prompt_ids(), stop_strings=[word], tokenizer=make_tokenizer())
+    letter = chr(97 + int(plain[0, 12]))
+    results = both(target, drafter, prompt_ids(), stop_strings=[letter], tokenizer=make_letter_tokenizer())
     assert torch.equal(*results)
+    assert results[1].shape[1] <= 13
 
     def sixth(input_ids, scores, **kwargs):
         return torch.tensor([input_ids.shape[1] >= 7 + 6])
@@ -361,7 +363,7 @@ def test_cache_that_can_not_be_rewound_is_refused():
     try:
         fast = target.generate(prompt_ids(), max_new_tokens=8, do_sample=False, assistant_model=drafter)
     except ValueError as error:
-        assert "can't be rewound" in str(error)
+        assert "can't be rewound" in str(error) or "stateful" in str(error)
     else:  # releases whose recurrent caches keep their past may serve it, if the tokens are the same
         assert torch.equal(plain, fast)
 

@@ -22,7 +22,7 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     rows = x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
     if count == 1:  # one row takes the slow path too, two do not
-        rows = rows.expand(2, -1)
+        rows = rows.repeat(2, 1)
     out = torch.mm(weight, rows.t()).t()[:count]
     if bias is not None:
         out = out + bias

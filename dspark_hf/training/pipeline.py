@@ -78,7 +78,7 @@ def default_target_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
     count = min(count, num_layers - 1)
     if num_layers < 6 or count == 1:
         return tuple(range(num_layers - 1 - count, num_layers - 1))
-    return tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
+    return tuple(sorted({round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)}))
 
 
 def drafter_config(target: PreTrainedModel, options: TrainOptions, name: str) -> DSparkConfig:
@@ -108,6 +108,9 @@ def drafter_config(target: PreTrainedModel, options: TrainOptions, name: str) ->
         markov_head_type=options.markov_head,
         markov_rank=options.markov_rank,
         num_anchors=options.num_anchors,
+        pad_token_id=target.config.pad_token_id,
+        bos_token_id=target.config.bos_token_id,
+        eos_token_id=target.config.eos_token_id,
         target_model_name_or_path=name,
     )
 

