@@ -24,6 +24,7 @@ out, err = Console(), Console(stderr=True)
 
 TargetOption = Annotated[str, typer.Option(help="Target model: a Hub id or a folder.")]
 DrafterOption = Annotated[str, typer.Option(help="Drafter: a Hub id or a folder.")]
+DtypeOption = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
 DeviceOption = Annotated[str | None, typer.Option(help="Device, e.g. cpu or cuda; an accelerator where there is one.")]
 
 
@@ -131,7 +132,7 @@ def train(
         seed=seed,
         restart=restart,
     )
-    report = run_training(load_target(target, device, "float32"), options, say=err.print)
+    report = run_training(load_target(target, device), options, say=err.print)
     if json_output:
         out.print_json(data=_plain(report))
     else:
@@ -158,6 +159,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text as it comes.")] = True,
     device: DeviceOption = None,
+    dtype: DtypeOption = "auto",
     json_output: Annotated[bool, typer.Option("--json", help="Print text and statistics as JSON.")] = False,
 ) -> None:
     """Answer one prompt with target and drafter."""
@@ -168,7 +170,7 @@ def generate(
         raise ValueError("The prompt is empty. Give some text with --prompt.")
     _at_least(max_new_tokens, 1, "--max-new-tokens")
     _at_least(temperature, 0, "--temperature")
-    loaded = load_target(target, device)
+    loaded = load_target(target, device, dtype)
     options = CompletionOptions(max_new_tokens, temperature, top_p, seed)
     draft_model = load_drafter(drafter, loaded.model)
     result = complete(loaded, prompt, options, draft_model, stream=stream and not json_output)
@@ -192,6 +194,7 @@ def race(
     drafter: DrafterOption = DEFAULT_DRAFTER,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 160,
     device: DeviceOption = None,
+    dtype: DtypeOption = "auto",
 ) -> None:
     """Plain decoding against DSpark in the terminal: the same prompt, greedy, one after the other."""
     from .evaluation.completion import CompletionOptions, complete
@@ -199,7 +202,7 @@ def race(
 
     _at_least(max_new_tokens, 1, "--max-new-tokens")
     with err.status("Loading target and drafter"):
-        loaded = load_target(target, device)
+        loaded = load_target(target, device, dtype)
         draft_model = load_drafter(drafter, loaded.model)
         for assistant in (None, draft_model):  # warm-up
             complete(loaded, prompt, CompletionOptions(max_new_tokens=4), assistant)
@@ -230,6 +233,7 @@ def bench(
     draft_tokens: Annotated[int | None, typer.Option(help="Tokens drafted a round. [default: the drafter's]")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     device: DeviceOption = None,
+    dtype: DtypeOption = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
     """Measure plain decoding, DSpark and prompt lookup on the same prompts in one run."""
@@ -243,7 +247,7 @@ def bench(
     _at_least(0 if draft_tokens is None else draft_tokens, 0, "--draft-tokens")
     if prompts is not None and not prompts.is_file():
         raise OSError(f"No such file: {prompts}.")
-    loaded = load_target(target, device)
+    loaded = load_target(target, device, dtype)
     draft_model = load_drafter(drafter, loaded.model)
     if draft_tokens is not None:
         draft_model.generation_config.num_assistant_tokens = draft_tokens
@@ -257,14 +261,9 @@ def bench(
 def main() -> None:
     """Entry point: user errors become one line and exit code 2."""
     try:
-        app(standalone_mode=False)
-    except typer.Exit as done:
-        sys.exit(done.exit_code)
-    except typer.Abort:
-        sys.exit(130)
-    except KeyboardInterrupt:
-        err.print("Interrupted. What was finished is kept.")
-        sys.exit(130)
+        code = app(standalone_mode=False)  # typer hands an early exit's code back, 130 for Ctrl-C
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
     except (ValueError, OSError) as error:
         err.print(f"[red]Error:[/red] {' '.join(str(error).split())}", highlight=False, soft_wrap=True)
         sys.exit(2)
@@ -273,3 +272,6 @@ def main() -> None:
             raise
         error.show()
         sys.exit(2)
+    if code == 130:
+        err.print("Interrupted. What was finished is kept.")
+    sys.exit(code or 0)

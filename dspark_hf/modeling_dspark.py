@@ -89,7 +89,6 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self.register_buffer("d2t", offsets)
         self._target_embedding: list[nn.Module] = []  # in lists, so that they do not become our submodules
         self._target_head: list[nn.Module] = []
-        self._bound_to: int | None = None
         self.admission: Admission | None = None
         self.skinny_linear = True  # see decoding.skinny_linear
         self.last_generation: Any = None
@@ -165,6 +164,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             raise ValueError(
                 f"Give {len(self.d2t)} different target ids in ascending order, got {tuple(token_ids.shape)}."
             )
+        self._target_embedding, self._target_head = [], []  # bound again at next use: the head's rows are others now
         self.d2t.copy_(token_ids.to(self.d2t.device) - torch.arange(len(token_ids), device=self.d2t.device))
 
     @torch.no_grad()
@@ -174,7 +174,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         Raises:
             ValueError: the target's vocabulary or hidden size does not fit this drafter.
         """
-        if self._bound_to == id(target):
+        if self._target_embedding and self._target_embedding[0] is target.get_input_embeddings():
             return
         config = target.config.get_text_config()
         for name, ours in (("vocab_size", self.config.vocab_size), ("hidden_size", self.config.target_hidden_size)):
@@ -196,7 +196,6 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             logger.warning_once("The drafter's own embedding or LM head differs from the target's and is kept.")
         self._target_embedding = [embedding]
         self._target_head = [self._reduced_head(head) if self.config.has_reduced_vocab else head]
-        self._bound_to = id(target)
 
     def _reduced_head(self, head: nn.Module) -> nn.Linear:
         """The rows of the target's LM head for the draft vocabulary."""

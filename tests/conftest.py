@@ -118,6 +118,15 @@ def make_letter_tokenizer(vocab_size: int = 24) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="a")
 
 
+@pytest.fixture(autouse=True)
+def threads(request):
+    """One thread for tiny models, where a second one only waits; all of them for the real pair."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if request.node.get_closest_marker("real") else 1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def target():
     return make_target()

@@ -107,10 +107,14 @@ def bad_inputs():
         "too many new tokens": (["generate", *prompt, "--max-new-tokens", 500], {}, "context of 256"),
         "no such target": (["generate", *prompt], {"target": "./nowhere"}, "No target at"),
         "no such drafter": (["generate", *prompt], {"drafter": "nowhere"}, "No drafter at"),
-        "wrong repo id": (["generate", *prompt], {"drafter": "nobody/nothing-of-the-kind"}, "nobody/nothing-of-the-kind"),
+        "wrong repo id": (
+            ["generate", *prompt],
+            {"drafter": "nobody/nothing-of-the-kind"},
+            "nobody/nothing-of-the-kind",
+        ),
         "missing prompts": (["bench", "--prompts", "missing.jsonl"], {}, "No such file"),
         "unknown option": (["generate", *prompt, "--nonsense"], {}, "No such option"),
-        "not a number": (["generate", *prompt, "--max-new-tokens", "many"], {}, "not a valid integer"),
+        "not a number": (["generate", *prompt, "--max-new-tokens", "many"], {}, "valid integer"),
     }
 
 

@@ -186,6 +186,16 @@ def test_left_padded_prompt(family):
     assert with_padding.accepted == drafter.last_generation.accepted  # the drafter never saw the padding
 
 
+def test_inputs_embeds(target, drafter):
+    embeds = target.get_input_embeddings()(prompt_ids())
+    arguments = {"inputs_embeds": embeds, "max_new_tokens": 15, "do_sample": False}
+    assert torch.equal(target.generate(**arguments), target.generate(**arguments, assistant_model=drafter))
+
+
+def test_prompt_of_one_token(target, drafter):
+    assert torch.equal(*both(target, drafter, prompt_ids(1)))
+
+
 def test_pipeline(target, drafter):
     pipe = pipeline("text-generation", model=target, tokenizer=make_tokenizer(), assistant_model=drafter)
     plain = pipeline("text-generation", model=target, tokenizer=make_tokenizer())

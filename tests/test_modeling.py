@@ -205,7 +205,6 @@ def test_shorter_blocks_only_where_trained_for(target):
 def test_reduced_vocabulary_proposes_only_its_tokens(target):
     drafter = make_drafter(target, draft_vocab_size=5)
     drafter.set_draft_vocabulary(torch.tensor([3, 7, 8, 15, 22]))
-    drafter._bound_to = None
     drafter.bind_target(target)
     block = drafter.draft(torch.tensor([4]), features(6))
     assert set(block.token_ids[0].tolist()) <= {3, 7, 8, 15, 22}

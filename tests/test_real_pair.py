@@ -66,7 +66,12 @@ def test_sampling_and_second_turn(real_pair):
     inputs = target.tokenizer.apply_chat_template(messages, **template)
     torch.manual_seed(0)
     first = target.model.generate(
-        **inputs, assistant_model=drafter, max_new_tokens=24, do_sample=True, temperature=0.7, return_dict_in_generate=True
+        **inputs,
+        assistant_model=drafter,
+        max_new_tokens=24,
+        do_sample=True,
+        temperature=0.7,
+        return_dict_in_generate=True,
     )
     answer = target.tokenizer.decode(first.sequences[0, inputs["input_ids"].shape[1] :])
     assert answer.strip()

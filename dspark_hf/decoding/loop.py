@@ -94,12 +94,13 @@ class _Loop:
                     f"{type(self.target).__name__} keeps a {type(cache).__name__} that can't be rewound, so drafts can't be "
                     "verified with it (a recurrent state, or a cache without a past). Decode it without assistant_model."
                 )
+            cache.crop(0)  # lets sliding layers drop what the prefill no longer needs
             self.stats.prompt_tokens = features.shape[1]
             candidates.observe(
                 features if real is None else features[:, real[-features.shape[1] :].to(features.device)]
             )
             choice = self._choose(outputs.logits[:, -1:], text.input_ids, None, candidates)
-            model_kwargs = self._commit(text, choice, outputs, model_kwargs, None)
+            model_kwargs = self._commit(text, choice, outputs, model_kwargs, is_prefill=True)
             while not text.finished:
                 model_kwargs = self._round(text, candidates, taps, cache, model_kwargs)
         keep_context(cache, context)
@@ -129,11 +130,11 @@ class _Loop:
         features = taps.take(self.drafter.device)
         choice = self._choose(outputs.logits[:, -drafted - 1 :], candidate_ids, block, candidates)
         before = text.input_ids.shape[1]
-        model_kwargs = self._commit(text, choice, outputs, model_kwargs, candidate_ids)
+        model_kwargs = self._commit(text, choice, outputs, model_kwargs, is_prefill=False)
         committed = text.input_ids.shape[1] - before
         cache.crop(-(drafted + 1 - committed))
         candidates.observe(features[:, :committed])
-        self.stats.count_round(drafted, int(choice.verification.num_accepted))
+        self.stats.count_round(drafted, min(int(choice.verification.num_accepted), committed))
         return model_kwargs
 
     def _forward(self, candidate_ids: torch.LongTensor, drafted: int, model_kwargs: dict[str, Any]) -> ModelOutput:
@@ -165,24 +166,22 @@ class _Loop:
         verification = verify_block(tokens, draft_probs.to(scores.dtype), scores.softmax(-1)[None])
         return _Choice(verification, tokens, raw, scores)
 
-    def _commit(self, text: _Text, choice: _Choice, outputs, model_kwargs, candidate_ids) -> dict[str, Any]:
+    def _commit(self, text: _Text, choice: _Choice, outputs, model_kwargs, is_prefill: bool) -> dict[str, Any]:
         """Append accepted tokens and the next one, one at a time as plain decoding would, until a criterion stops."""
         accepted = int(choice.verification.num_accepted)
         new = torch.cat([choice.tokens[0, :accepted], choice.verification.next_token])
-        is_prefill = candidate_ids is None
-        first = 0
-        for i in range(len(new)):
-            text.input_ids = torch.cat([text.input_ids, new[None, i : i + 1]], dim=1)
+        committed = 0
+        while committed < len(new) and not text.finished:
+            token = new[committed : committed + 1]
+            text.input_ids = torch.cat([text.input_ids, token[None]], dim=1)
             if self.streamer is not None:
-                self.streamer.put(new[i : i + 1].cpu())
-            self._record(text, choice, outputs, i, is_prefill)
-            first += 1
-            if bool(self.criteria(text.input_ids, text.scores).all()):
-                text.finished = True
-                break
-        self.stats.new_tokens += first
+                self.streamer.put(token.cpu())
+            self._record(text, choice, outputs, committed, is_prefill)
+            committed += 1
+            text.finished = bool(self.criteria(text.input_ids, text.scores).all())
+        self.stats.new_tokens += committed
         return self.target._update_model_kwargs_for_generation(
-            outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens=first
+            outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens=committed
         )
 
     def _record(self, text: _Text, choice: _Choice, outputs, i: int, is_prefill: bool) -> None:

@@ -23,8 +23,8 @@ from ..configuration_dspark import DSparkConfig
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
 from .features import FeatureStore, compute_features
-from .prompts import Prompt, load_prompts, plan_answers
-from .responses import Answer, eos_ids, invent_prompts, read_answers, write_answers
+from .prompts import AnswerPlan, Prompt, load_prompts, plan_answers
+from .responses import Answer, eos_ids, invent_prompts, missing_answers, read_answers, write_answers
 from .trainer import Evaluation, Trainer, TrainingRecipe, mixed_precision
 
 
@@ -137,7 +137,7 @@ def working_copy(target: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(target).to(torch.bfloat16)
 
 
-def make_answers(target: Target, worker: PreTrainedModel, options: TrainOptions) -> list[Answer]:
+def make_answers(target: Target, worker: PreTrainedModel, options: TrainOptions, say=print) -> list[Answer]:
     """Answers from the given files and those made here, which are kept in the working folder."""
     files = list(options.answers)
     prompts: list[Prompt] = [p for file in options.prompts for p in load_prompts(file, target.tokenizer)]
@@ -153,6 +153,9 @@ def make_answers(target: Target, worker: PreTrainedModel, options: TrainOptions)
     if prompts:
         plans = plan_answers(prompts, options.num_answers or len(prompts), options.temperatures)
         own = options.work_dir / "answers.jsonl"
+        if missing := missing_answers(plans, own):
+            seconds = estimate_answers(worker, missing, options)
+            say(f"{len(missing)} answers to make: at most {seconds / 60:.0f} min if all are of full length.")
         write_answers(
             worker, plans, own, max_new_tokens=options.max_new_tokens, num_slots=options.slots, seed=options.seed
         )
@@ -160,6 +163,17 @@ def make_answers(target: Target, worker: PreTrainedModel, options: TrainOptions)
     if not files:
         raise ValueError("Nothing to train on: give --prompts, --answers or --invented-prompts.")
     return read_answers(files)
+
+
+@torch.inference_mode()
+def estimate_answers(worker: PreTrainedModel, plans: Sequence[AnswerPlan], options: TrainOptions) -> float:
+    """Seconds to make the answers at their longest, from one measured forward with all slots in use."""
+    rows = torch.zeros(min(options.slots, len(plans)), 1, dtype=torch.long, device=worker.device)
+    worker(input_ids=rows)
+    start = time.monotonic()
+    worker(input_ids=rows)
+    per_token = (time.monotonic() - start) / len(rows)
+    return per_token * sum(len(p.prompt.input_ids) + options.max_new_tokens for p in plans)
 
 
 def estimate(
@@ -185,7 +199,7 @@ def run_training(target: Target, options: TrainOptions, say=print) -> TrainRepor
     options.work_dir.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(options.seed)
     worker = working_copy(target.model)
-    answers = make_answers(target, worker, options)
+    answers = make_answers(target, worker, options, say)
     answer_tokens = sum(len(a.response_ids) for a in answers)
     say(f"{len(answers)} answers, {answer_tokens:,} answer tokens.")
 

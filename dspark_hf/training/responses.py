@@ -94,6 +94,12 @@ def _decode(target: PreTrainedModel, requests: Sequence[TextRequest], *, num_slo
         yield TextResult(request.key, request.input_ids, output[0, ids.shape[1] :].tolist())
 
 
+def missing_answers(plans: Sequence[AnswerPlan], path: str | Path) -> list[AnswerPlan]:
+    """The planned answers that `path` does not hold yet."""
+    done = _done_keys(Path(path))
+    return [plan for plan in plans if plan.key not in done]
+
+
 def write_answers(
     target: PreTrainedModel,
     plans: Sequence[AnswerPlan],

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -247,7 +248,8 @@ class Trainer:
         self._log({"step": self.step, "held_out": asdict(result)})
         progress.write(
             f"step {self.step}: held-out acceptance {' '.join(f'{a:.3f}' for a in result.acceptance)}, "
-            f"accepted length {result.accept_length:.3f}"
+            f"accepted length {result.accept_length:.3f}",
+            file=sys.stderr,
         )
 
     def _log(self, record: dict) -> None:
