@@ -31,6 +31,9 @@ DeviceOption = Annotated[str | None, typer.Option(help="Device, e.g. cpu or cuda
 @app.callback()
 def _root() -> None:
     """Faster generation with Hugging Face language models, token for token the same."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # of loading weights; work of ours has bars of its own
 
 
 def _numbers(text: str, kind: type, option: str) -> tuple:

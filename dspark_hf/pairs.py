@@ -6,17 +6,19 @@ Does not own: models and their checks (`modeling_dspark`, `decoding.hook`).
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
-import socket
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlparse
+from typing import Any
 
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.utils import get_session
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .modeling_dspark import DSparkDraftModel
@@ -38,16 +40,21 @@ class Target:
 
 
 def hub_is_reachable(seconds: float = _CONNECT_SECONDS) -> bool:
-    """Whether the Hub answers a connection within `seconds`; offline mode counts as no."""
+    """Whether the Hub answers within about `seconds`, name look-up included; offline mode counts as no."""
     if constants.HF_HUB_OFFLINE:
         return False
-    url = urlparse(constants.ENDPOINT)
-    try:
-        port = url.port or (443 if url.scheme == "https" else 80)
-        socket.create_connection((url.hostname or "", port), timeout=seconds).close()
-    except OSError:
-        return False
-    return True
+    answers: list[bool] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # whatever goes wrong on the way, the Hub is not reachable
+            get_session().head(constants.ENDPOINT, timeout=seconds)
+            answers.append(True)
+
+    # In a thread, because a look-up of the name alone can block for longer than any timeout given here.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds + 1.0)
+    return bool(answers)
 
 
 def cache_folder() -> Path:
@@ -110,18 +117,19 @@ def load_target(name: str = DEFAULT_TARGET, device: str | None = None, dtype: st
     for the default target on a CPU.
     """
     source = resolve_target(name)
-    _check_exists(source, "target")
+    where = _where(source, "target")
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if dtype == "auto" and name == DEFAULT_TARGET and place == "cpu":
         dtype = "float32"
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+    wanted = dtype if dtype == "auto" else getattr(torch, dtype)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted, **where)
     try:
         model = model.to(place)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"The target can't be put on device {place!r}: {error}") from None
-    return Target(name, model.eval(), AutoTokenizer.from_pretrained(source))
+    return Target(name, model.eval(), AutoTokenizer.from_pretrained(source, **where))
 
 
 def drafter_folder(name: str) -> str:
@@ -142,23 +150,31 @@ def load_drafter(name: str = DEFAULT_DRAFTER, target: PreTrainedModel | None = N
     from .decoding.hook import check_pair
 
     source = drafter_folder(name)
-    _check_exists(source, "drafter")
-    drafter = DSparkDraftModel.from_pretrained(source, dtype=torch.float32 if target is None else target.dtype).eval()
+    where = _where(source, "drafter")
+    dtype = torch.float32 if target is None else target.dtype
+    drafter = DSparkDraftModel.from_pretrained(source, dtype=dtype, **where).eval()
     if target is not None:
         drafter = drafter.to(target.device)
         check_pair(target, drafter)
     return drafter
 
 
-def _check_exists(source: str, what: str) -> None:
-    """A name that looks like a path must be one; a Hub id must be `owner/name` or cached."""
-    looks_like_path = source.startswith((".", "/", "~")) or source.count("/") != 1
-    if looks_like_path and not Path(source).expanduser().is_dir():
+def _where(source: str, what: str) -> dict[str, Any]:
+    """Loading arguments for a folder or Hub id: an id is taken from the cache alone where the Hub can't be reached.
+
+    Raises:
+        OSError: neither a folder, nor of the form owner/name, nor to be had.
+    """
+    if Path(source).expanduser().is_dir():
+        return {}
+    if source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise OSError(
             f"No {what} at {source}: give a folder that holds config.json, or a Hub id of the form owner/name."
         )
-    here = looks_like_path or Path(source).is_dir() or isinstance(try_to_load_from_cache(source, "config.json"), str)
-    if not here and not hub_is_reachable():
+    if hub_is_reachable():
+        return {}
+    if not isinstance(try_to_load_from_cache(source, "config.json"), str):
         raise OSError(
             f"The {what} {source} is neither a folder here nor in the cache, and the Hugging Face Hub can't be reached."
         )
+    return {"local_files_only": True}

@@ -23,10 +23,11 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     count = rows.shape[0]
     if count == 1:  # one row takes the slow path too, two do not
         rows = rows.repeat(2, 1)
-    out = torch.mm(weight, rows.t()).t()[:count]
+    # Contiguous again, or every elementwise operation after it pays for the transposed layout.
+    out = torch.mm(weight, rows.t()).t()[:count].contiguous()
     if bias is not None:
         out = out + bias
-    return out.reshape(*x.shape[:-1], -1)
+    return out.view(*x.shape[:-1], -1)
 
 
 def _swapped(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -30,6 +30,7 @@ def bench_table(summary: dict[str, Any]) -> Group:
         "identical",
     ):
         table.add_column(column, justify="left" if column == "domain" else "right")
+    names = list(summary["domains"])
     for name, figures in summary["domains"].items():
         dspark, lookup = figures["dspark"], figures["prompt_lookup"]
         share, identical = dspark["time_share"], dspark["identical_share"]
@@ -46,7 +47,7 @@ def bench_table(summary: dict[str, Any]) -> Group:
             f"{share['other']:.0%}",
             f"{dspark['ceiling']:.2f} ({dspark['share_of_ceiling']:.0%})",
             "-" if identical is None else f"{identical:.0%}",
-            end_section=name == list(summary["domains"])[-2],
+            end_section=len(names) > 1 and name == names[-2],
         )
     lines = [
         Text(

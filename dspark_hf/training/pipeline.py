@@ -235,7 +235,7 @@ def run_training(target: Target, options: TrainOptions, say=print) -> TrainRepor
         store.fill()
         trainer.run()
     result = trainer.evaluate()
-    report = TrainReport(str(options.output), len(answers), answer_tokens, steps, trainer.seconds, result)
+    report = TrainReport(options.output.name, len(answers), answer_tokens, steps, trainer.seconds, result)
     save_drafter(drafter, options, report)
     return report
 
@@ -245,7 +245,9 @@ def save_drafter(drafter: DSparkDraftModel, options: TrainOptions, report: Train
     temporary = options.output.with_name(options.output.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     drafter.to(torch.bfloat16).save_pretrained(temporary)
-    record = {"options": asdict(options), "report": asdict(report)}
+    recipe = {k: v for k, v in asdict(options).items() if k not in ("output", "work_dir", "restart")}
+    recipe |= {k: [Path(file).name for file in recipe[k]] for k in ("prompts", "answers")}
+    record = {"target": drafter.config.target_model_name_or_path, "options": recipe, "report": asdict(report)}
     (temporary / "training.json").write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
     if (options.output / "README.md").is_file():
         shutil.copy(options.output / "README.md", temporary / "README.md")
