@@ -21,8 +21,8 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     """`F.linear` for an input of at most `MAX_ROWS` rows in all. [..., in] -> [..., out]"""
     rows = x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
-    if count == 1:  # one row takes the slow path too, two do not
-        rows = rows.repeat(2, 1)
+    if count in (1, 3):  # slower than one row more
+        rows = F.pad(rows, (0, 0, 0, 1))
     # Contiguous again, or every elementwise operation after it pays for the transposed layout.
     out = torch.mm(weight, rows.t()).t()[:count].contiguous()
     if bias is not None:
