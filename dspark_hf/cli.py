@@ -166,7 +166,7 @@ def generate(
     json_output: Annotated[bool, typer.Option("--json", help="Print text and statistics as JSON.")] = False,
 ) -> None:
     """Answer one prompt with target and drafter."""
-    from .evaluation.completion import CompletionOptions, complete
+    from .evaluation.completion import DecodingOptions, complete
     from .pairs import load_drafter, load_target
 
     if not prompt.strip():
@@ -174,7 +174,7 @@ def generate(
     _at_least(max_new_tokens, 1, "--max-new-tokens")
     _at_least(temperature, 0, "--temperature")
     loaded = load_target(target, device, dtype)
-    options = CompletionOptions(max_new_tokens, temperature, top_p, seed)
+    options = DecodingOptions(max_new_tokens, temperature, top_p, seed)
     draft_model = load_drafter(drafter, loaded.model)
     result = complete(loaded, prompt, options, draft_model, stream=stream and not json_output)
     if json_output:
@@ -200,7 +200,7 @@ def race(
     dtype: DtypeOption = "auto",
 ) -> None:
     """Plain decoding against DSpark in the terminal: the same prompt, greedy, one after the other."""
-    from .evaluation.completion import CompletionOptions, complete
+    from .evaluation.completion import DecodingOptions, complete
     from .pairs import load_drafter, load_target
 
     _at_least(max_new_tokens, 1, "--max-new-tokens")
@@ -208,8 +208,8 @@ def race(
         loaded = load_target(target, device, dtype)
         draft_model = load_drafter(drafter, loaded.model)
         for assistant in (None, draft_model):  # warm-up
-            complete(loaded, prompt, CompletionOptions(max_new_tokens=4), assistant)
-    options = CompletionOptions(max_new_tokens=max_new_tokens)
+            complete(loaded, prompt, DecodingOptions(max_new_tokens=4), assistant)
+    options = DecodingOptions(max_new_tokens=max_new_tokens)
     results = []
     for title, assistant in (("plain decoding", None), ("DSpark", draft_model)):
         out.rule(title)
@@ -240,8 +240,9 @@ def bench(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
     """Measure plain decoding, DSpark and prompt lookup on the same prompts in one run."""
+    from .evaluation.completion import DecodingOptions
     from .evaluation.report import bench_table, write_json
-    from .evaluation.speed import BenchOptions, bench_prompts, run_bench, summarise
+    from .evaluation.speed import bench_prompts, run_bench, summarise
     from .pairs import load_drafter, load_target
 
     _at_least(max_new_tokens, 2, "--max-new-tokens")
@@ -255,7 +256,7 @@ def bench(
     if draft_tokens is not None:
         draft_model.generation_config.num_assistant_tokens = draft_tokens
     chosen = bench_prompts(loaded, prompts, limit)
-    summary = summarise(run_bench(loaded, draft_model, chosen, BenchOptions(max_new_tokens, temperature, seed=seed)))
+    summary = summarise(run_bench(loaded, draft_model, chosen, DecodingOptions(max_new_tokens, temperature, seed=seed)))
     if json_file is not None:
         write_json(summary, json_file)
     out.print(bench_table(summary))

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import TextStreamer
+from transformers import PreTrainedModel, TextStreamer
 
 from ..decoding.stats import GenerationStats
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
 from ..texts import encode_messages
-from .speed import check_length
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class CompletionOptions:
+class DecodingOptions:
     """`temperature` 0 is greedy; `seed` makes a sampled answer repeatable."""
 
     max_new_tokens: int = 256
@@ -58,44 +57,70 @@ class CompletionOptions:
     top_p: float = 1.0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
+        if self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise ValueError(
+                f"temperature must be at least 0 and top_p in (0, 1], got {self.temperature:g} and {self.top_p:g}."
+            )
+
+
+def check_length(target: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
+    """Refuse a prompt that leaves no room for `max_new_tokens` in the target's context."""
+    limit = target.config.get_text_config().max_position_embeddings
+    if prompt_tokens + max_new_tokens > limit:
+        raise ValueError(
+            f"The prompt has {prompt_tokens} tokens; with {max_new_tokens} new ones that is more than the target's context "
+            f"of {limit}. Shorten the prompt or ask for fewer new tokens."
+        )
+
+
+def timed_generate(
+    target: PreTrainedModel, input_ids: list[int], options: DecodingOptions, **method: Any
+) -> tuple[list[int], float]:
+    """The new token ids of one `generate()` call and its seconds; `method` are further arguments of the call."""
+    ids = torch.tensor([input_ids], device=target.device)
+    sampling: dict[str, Any] = {"do_sample": False}
+    if options.temperature > 0:
+        sampling = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
+    torch.manual_seed(options.seed)
+    _wait(target.device)
+    start = time.perf_counter()
+    output = target.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=options.max_new_tokens, **sampling, **method
+    )
+    _wait(target.device)
+    return output[0, len(input_ids) :].tolist(), time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
 
 def complete(
     target: Target,
     prompt: str,
-    options: CompletionOptions,
+    options: DecodingOptions,
     drafter: DSparkDraftModel | None = None,
     stream: bool = False,
 ) -> Completion:
     """Answer `prompt`; `stream` prints the text to standard output as it comes.
 
     Raises:
-        ValueError: empty prompt, a setting out of range, or a prompt that does not fit the target's context.
+        ValueError: an empty prompt, or one that does not fit the target's context.
     """
     if not prompt.strip():
         raise ValueError("The prompt is empty. Give some text with --prompt.")
-    if options.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {options.max_new_tokens}.")
-    if options.temperature < 0 or not 0 < options.top_p <= 1:
-        raise ValueError(
-            f"temperature must be at least 0 and top_p in (0, 1], got {options.temperature:g} and {options.top_p:g}."
-        )
     ids = encode_messages(target.tokenizer, [{"role": "user", "content": prompt}])
     check_length(target.model, len(ids), options.max_new_tokens)
-    inputs = torch.tensor([ids], device=target.model.device)
-    arguments: dict[str, Any] = {"do_sample": False}
-    if options.temperature > 0:
-        arguments = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
+    method: dict[str, Any] = {}
     if drafter is not None:
-        arguments["assistant_model"] = drafter
+        method["assistant_model"] = drafter
     if stream:
-        arguments["streamer"] = TextStreamer(target.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    torch.manual_seed(options.seed)
-    start = time.perf_counter()
-    output = target.model.generate(
-        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=options.max_new_tokens, **arguments
-    )
-    seconds = time.perf_counter() - start
-    answer = output[0, len(ids) :].tolist()
+        method["streamer"] = TextStreamer(target.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    answer, seconds = timed_generate(target.model, ids, options, **method)
     return Completion(
         text=target.tokenizer.decode(answer, skip_special_tokens=True),
         token_ids=answer,

@@ -7,7 +7,6 @@ Units: seconds, tokens per second; τ counts tokens committed per round, bonus t
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -22,6 +21,7 @@ from ..decoding.stats import GenerationStats
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
 from ..texts import encode_messages, messages_of, read_jsonl
+from .completion import DecodingOptions, check_length, timed_generate
 
 METHODS = ("plain", "dspark", "prompt_lookup")
 _LOOKUP_TOKENS = 10  # transformers' own example value
@@ -33,16 +33,6 @@ class BenchPrompt:
 
     domain: str
     input_ids: list[int]
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """How to decode: `temperature` 0 is greedy, `seed` makes sampled runs repeatable."""
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
 
 
 @dataclass
@@ -92,39 +82,8 @@ def bench_prompts(target: Target, file: Path | None = None, limit: int | None = 
     return prompts
 
 
-def check_length(target: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Refuse a prompt that leaves no room for `max_new_tokens` in the target's context."""
-    limit = target.config.get_text_config().max_position_embeddings
-    if prompt_tokens + max_new_tokens > limit:
-        raise ValueError(
-            f"The prompt has {prompt_tokens} tokens; with {max_new_tokens} new ones that is more than the target's context "
-            f"of {limit}. Shorten the prompt or ask for fewer new tokens."
-        )
-
-
-def _generate(
-    target: PreTrainedModel, ids: torch.Tensor, options: BenchOptions, **method: Any
-) -> tuple[list[int], float]:
-    sampling: dict[str, Any] = {"do_sample": False}
-    if options.temperature > 0:
-        sampling = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
-    torch.manual_seed(options.seed)
-    _wait(target.device)
-    start = time.perf_counter()
-    output = target.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=options.max_new_tokens, **sampling, **method
-    )
-    _wait(target.device)
-    return output[0, ids.shape[1] :].tolist(), time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def run_bench(
-    target: Target, drafter: DSparkDraftModel, prompts: Sequence[BenchPrompt], options: BenchOptions
+    target: Target, drafter: DSparkDraftModel, prompts: Sequence[BenchPrompt], options: DecodingOptions
 ) -> list[PromptResult]:
     """Decode every prompt with each method in turn, after a warm-up; the order of the methods rotates."""
     model = target.model
@@ -135,36 +94,36 @@ def run_bench(
         "dspark": {"assistant_model": drafter},
         "prompt_lookup": {"prompt_lookup_num_tokens": _LOOKUP_TOKENS},
     }
-    warm = torch.tensor([prompts[0].input_ids], device=model.device)
     for method in METHODS:
-        _generate(model, warm, BenchOptions(max_new_tokens=8), **arguments[method])
+        timed_generate(model, prompts[0].input_ids, DecodingOptions(max_new_tokens=8), **arguments[method])
     results = []
     for i, prompt in enumerate(tqdm(prompts, desc="bench", unit="prompt")):
-        ids = torch.tensor([prompt.input_ids], device=model.device)
         result, texts = PromptResult(prompt.domain), {}
         for method in METHODS[i % 3 :] + METHODS[: i % 3]:
-            texts[method], result.seconds[method] = _generate(model, ids, options, **arguments[method])
+            texts[method], result.seconds[method] = timed_generate(
+                model, prompt.input_ids, options, **arguments[method]
+            )
             result.tokens[method] = len(texts[method])
             if method == "dspark":
                 result.stats = drafter.last_generation
         prefill = result.stats.prefill_seconds
         result.one_token_seconds = (result.seconds["plain"] - prefill) / max(result.tokens["plain"] - 1, 1)
         if options.temperature == 0:
-            _compare(model, ids, texts["plain"], texts["dspark"], result)
+            _compare(model, prompt.input_ids, texts["plain"], texts["dspark"], result)
         results.append(result)
     return results
 
 
 @torch.inference_mode()
 def _compare(
-    model: PreTrainedModel, ids: torch.Tensor, plain: list[int], dspark: list[int], result: PromptResult
+    model: PreTrainedModel, prompt: list[int], plain: list[int], dspark: list[int], result: PromptResult
 ) -> None:
     """Identical, or the first differing position and how far apart the target's two best scores are there."""
     result.identical = plain == dspark
     if result.identical:
         return
     same = next((i for i, (a, b) in enumerate(zip(plain, dspark)) if a != b), min(len(plain), len(dspark)))
-    text = torch.cat([ids, torch.tensor([plain[:same]], dtype=torch.long, device=ids.device)], dim=1)
+    text = torch.tensor([prompt + plain[:same]], device=model.device)
     best = model(input_ids=text, logits_to_keep=1).logits[0, -1].float().topk(2).values
     result.first_difference, result.margin_there = same, float(best[0] - best[1])
 
