@@ -11,13 +11,10 @@ from transformers import (
     GenerationMixin,
     LogitsProcessorList,
     StoppingCriteriaList,
-    T5Config,
-    T5ForConditionalGeneration,
     TextStreamer,
     pipeline,
 )
 
-import dspark_hf
 from dspark_hf import DSparkDraftModel
 from dspark_hf.decoding import hook
 from dspark_hf.decoding.compat import CACHE_ARGUMENT, cache_of
@@ -303,89 +300,6 @@ def test_hook_is_installed_once_and_lets_others_through(target):
     other = make_target(seed=9)  # a plain model as assistant: transformers' own loop
     plain, assisted = both(target, other, prompt_ids())
     assert torch.equal(plain, assisted)
-
-
-def test_unknown_transformers_is_refused_by_name(monkeypatch, target, drafter):
-    monkeypatch.setattr(GenerationMixin, "generate", GenerationMixin.generate)
-    hook._install_refusal()
-    with pytest.raises(ValueError, match=r"transformers >=5\.17"):
-        target.generate(prompt_ids(), assistant_model=drafter)
-    assert target.generate(prompt_ids(), max_new_tokens=2).shape[1] == 9
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"vocab_size": 30}, "vocab_size 30"),
-        ({"hidden_size": 40}, "hidden_size 40"),
-        ({"target_layer_ids": [0, 3], "num_target_layers": None}, "layer"),
-        ({"target_layer_ids": [0, 9], "num_target_layers": None}, "can't be tapped"),
-    ],
-    ids=["vocabulary", "hidden", "last-layer", "missing-layer"],
-)
-def test_drafter_for_another_target(target, change, message):
-    drafter = make_drafter(target, bind=False, **change)
-    with pytest.raises(ValueError, match=message):
-        target.generate(prompt_ids(), max_new_tokens=4, assistant_model=drafter)
-
-
-def test_batches_and_beams_are_refused(target, drafter):
-    with pytest.raises(ValueError, match="one sequence"):
-        target.generate(prompt_ids().expand(2, -1), max_new_tokens=4, assistant_model=drafter)
-    with pytest.raises(ValueError, match=r"[Bb]eam|Greedy"):
-        target.generate(prompt_ids(), max_new_tokens=4, num_beams=2, assistant_model=drafter)
-    with pytest.raises(ValueError, match="cache"):
-        target.generate(prompt_ids(), max_new_tokens=4, use_cache=False, assistant_model=drafter)
-
-
-def test_encoder_decoder_is_refused(drafter):
-    config = T5Config(vocab_size=24, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0)
-    with pytest.raises(ValueError, match="encoder-decoder"):
-        T5ForConditionalGeneration(config).generate(prompt_ids(), max_new_tokens=4, assistant_model=drafter)
-
-
-def test_cache_that_can_not_be_rewound_is_refused():
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3NextConfig(
-        vocab_size=24,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        pad_token_id=0,
-    )
-    target = Qwen3NextForCausalLM(config).eval()
-    plain = target.generate(prompt_ids(), max_new_tokens=8, do_sample=False)
-    drafter = make_drafter(target, bind=False)
-    try:
-        fast = target.generate(prompt_ids(), max_new_tokens=8, do_sample=False, assistant_model=drafter)
-    except ValueError as error:
-        assert "can't be rewound" in str(error) or "stateful" in str(error)
-    else:  # releases whose recurrent caches keep their past may serve it, if the tokens are the same
-        assert torch.equal(plain, fast)
-
-
-def test_settings_out_of_range(target, drafter):
-    drafter.generation_config.num_assistant_tokens = -1
-    with pytest.raises(ValueError, match="num_assistant_tokens"):
-        target.generate(prompt_ids(), max_new_tokens=4, assistant_model=drafter)
-    with pytest.raises(ValueError, match="threshold"):
-        dspark_hf.ConfidenceThreshold(1.5)
-    with pytest.raises(ValueError, match="length"):
-        dspark_hf.FixedLength(-1)
 
 
 def test_no_drafts_at_all_is_plain_decoding(target, drafter):
