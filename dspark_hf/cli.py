@@ -20,7 +20,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Faster generation with Hugging Face language models, token for token the same.",
 )
-out, err = Console(), Console(stderr=True)
+# In a file or a pipe, rich would squeeze tables into 80 columns.
+out = Console(width=None if sys.stdout.isatty() else 130)
+err = Console(stderr=True)
 
 TargetOption = Annotated[str, typer.Option(help="Target model: a Hub id or a folder.")]
 DrafterOption = Annotated[str, typer.Option(help="Drafter: a Hub id or a folder.")]
@@ -73,6 +75,9 @@ def train(
     num_layers: Annotated[int, typer.Option(help="Depth of the drafter.")] = 3,
     block_size: Annotated[int, typer.Option(help="Tokens drafted a round at most.")] = 7,
     min_block_size: Annotated[int | None, typer.Option(help="Train on blocks of this size and up too.")] = None,
+    draft_tokens: Annotated[
+        int | None, typer.Option(help="Drafted a round when used. [default: all of a block]")
+    ] = None,
     markov_head: Annotated[str, typer.Option(help="none, vanilla, gated or rnn.")] = "vanilla",
     markov_rank: Annotated[int, typer.Option(help="Rank of the sequential head.")] = 64,
     draft_vocab_size: Annotated[int, typer.Option(help="Most frequent tokens to propose from; 0 is all.")] = 8192,
@@ -103,6 +108,7 @@ def train(
         (num_anchors, 1, "--num-anchors"),
         (slots, 1, "--slots"),
         (1 if steps is None else steps, 1, "--steps"),
+        (1 if draft_tokens is None else draft_tokens, 1, "--draft-tokens"),
         (feature_cache_gb, 0, "--feature-cache-gb"),
     ):
         _at_least(value, low, option)
@@ -122,6 +128,7 @@ def train(
         num_layers=num_layers,
         block_size=block_size,
         min_block_size=min_block_size,
+        draft_tokens=draft_tokens,
         markov_head=markov_head,
         markov_rank=markov_rank,
         draft_vocab_size=draft_vocab_size or None,

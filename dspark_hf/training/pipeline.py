@@ -44,6 +44,7 @@ class TrainOptions:
     num_layers: int = 3
     block_size: int = 7
     min_block_size: int | None = None
+    draft_tokens: int | None = None
     markov_head: str = "vanilla"
     markov_rank: int = 64
     draft_vocab_size: int | None = 8192
@@ -244,6 +245,8 @@ def save_drafter(drafter: DSparkDraftModel, options: TrainOptions, report: Train
     """Write the Hub-ready folder (weights in bf16) under a temporary name, then put it in place."""
     temporary = options.output.with_name(options.output.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
+    if options.draft_tokens is not None:
+        drafter.generation_config.num_assistant_tokens = options.draft_tokens
     drafter.to(torch.bfloat16).save_pretrained(temporary)
     recipe = {k: v for k, v in asdict(options).items() if k not in ("output", "work_dir", "restart")}
     recipe |= {k: [Path(file).name for file in recipe[k]] for k in ("prompts", "answers")}
