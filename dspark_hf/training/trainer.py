@@ -169,14 +169,16 @@ class Trainer:
             progress.close()
 
     def seconds_per_step(self) -> float:
-        """Measured on two forward and backward passes that change nothing."""
-        start = 0.0
-        for warm in (False, True):
-            start = time.monotonic() if warm else start
-            batch = self._batch(self._pick(self.step))
-            self.accelerator.backward(self._forward(batch, self._generator(self.step)).losses.total)
+        """Measured on the second of two full-block forward and backward passes that change nothing."""
+        seconds = 0.0
+        for _ in range(2):
+            start = time.monotonic()
+            generator = self._generator(self.step)
+            output = self._forward(self._batch(self._pick(self.step)), generator, self.drafter.config.block_size)
+            self.accelerator.backward(output.losses.total)
             self.optimizer.zero_grad(set_to_none=True)
-        return time.monotonic() - start
+            seconds = time.monotonic() - start
+        return seconds
 
     def _train_step(self, progress: tqdm) -> None:
         rate = learning_rate_at(self.step, self.recipe)
@@ -195,14 +197,14 @@ class Trainer:
             )
             self._log({"step": self.step, "learning_rate": rate, "acceptance": acceptance} | _scalars(output))
 
-    def _forward(self, batch: Batch, generator: torch.Generator) -> StepOutput:
+    def _forward(self, batch: Batch, generator: torch.Generator, block_size: int | None = None) -> StepOutput:
         anchors, keep = draw_anchors(batch.loss_mask.cpu(), self.recipe.num_anchors, generator)
-        block_size = None
-        if self.recipe.block_sizes is not None:
+        if block_size is None and self.recipe.block_sizes is not None:
             low, high = self.recipe.block_sizes
             block_size = int(torch.randint(low, high + 1, (1,), generator=generator))
+        device = batch.input_ids.device
         with self.accelerator.autocast():
-            return self.module(batch, anchors.to(batch.input_ids.device), keep.to(batch.input_ids.device), block_size)
+            return self.module(batch, anchors.to(device), keep.to(device), block_size)
 
     def _generator(self, step: int) -> torch.Generator:
         seed = (self.recipe.seed * 1_000_003 + step) * 4099 + self.accelerator.process_index
