@@ -91,7 +91,9 @@ def train(
         float, typer.Option(help="Most disk for kept features; the rest is recomputed.")
     ] = 20.0,
     seed: Annotated[int, typer.Option(help="Seed of answers, anchors and weights.")] = 0,
-    restart: Annotated[bool, typer.Option("--restart", help="Throw the working folder away and begin anew.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Throw an earlier run's working files away and begin anew.")
+    ] = False,
     device: DeviceOption = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
@@ -115,6 +117,7 @@ def train(
     for file in (*(prompts or ()), *(answers or ())):
         if not file.is_file():
             raise OSError(f"No such file: {file}.")
+    output = output.resolve()
     options = TrainOptions(
         prompts=tuple(prompts or ()),
         output=output,

@@ -92,3 +92,10 @@ def test_settings_out_of_range(target, drafter):
         dspark_hf.ConfidenceThreshold(1.5)
     with pytest.raises(ValueError, match="length"):
         dspark_hf.FixedLength(-1)
+
+
+def test_threshold_without_a_confidence_head(target):
+    drafter = make_drafter(target, enable_confidence_head=False)
+    drafter.generation_config.assistant_confidence_threshold = 0.5
+    with pytest.raises(ValueError, match="confidence head"):
+        target.generate(prompt_ids(), max_new_tokens=4, assistant_model=drafter)

@@ -264,3 +264,25 @@ def test_whole_pipeline(tmp_path):
     plain = model.generate(ids, max_new_tokens=12, do_sample=False)
     assert torch.equal(plain, model.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=drafter))
     assert run_training(target, options, say=said.append).held_out == report.held_out  # nothing is done twice
+
+
+def test_nothing_of_the_users_is_removed_or_overwritten(tmp_path):
+    from dspark_hf.training import pipeline
+
+    work, output = tmp_path / "work", tmp_path / "output"
+    for folder in (work, output):
+        folder.mkdir()
+        (folder / "mine.txt").write_text("keep")
+    (work / "answers.jsonl").write_text("old")
+    options = TrainOptions(prompts=(), output=output, work_dir=work, restart=True)
+    pipeline.prepare_folders(options)
+    assert (work / "mine.txt").is_file()
+    assert not (work / "answers.jsonl").exists()
+    report = pipeline.TrainReport("output", 0, 0, 0, 0.0, pipeline.Evaluation([], 1.0))
+    pipeline.save_drafter(make_drafter(make_target()), options, report)
+    assert (output / "mine.txt").is_file()
+    assert (output / "model.safetensors").is_file()
+    pipeline.prepare_folders(options)  # a drafter's folder may be replaced
+    make_target(dtype=torch.float32).save_pretrained(output)
+    with pytest.raises(ValueError, match="another model"):
+        pipeline.prepare_folders(options)

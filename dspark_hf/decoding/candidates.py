@@ -111,7 +111,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if self.drafter.admission is not None:
             return self.drafter.admission, cap
         threshold = config.assistant_confidence_threshold or 0.0
-        if threshold > 0 and self.drafter.confidence_head is not None:
+        if threshold > 0:
             return ConfidenceThreshold(threshold), cap
         return FixedLength(cap), cap
 

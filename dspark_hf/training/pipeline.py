@@ -10,7 +10,7 @@ import collections
 import copy
 import json
 import math
-import shutil
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +26,17 @@ from .features import FeatureStore, compute_features
 from .prompts import AnswerPlan, Prompt, load_prompts, plan_answers
 from .responses import Answer, eos_ids, invent_prompts, missing_answers, read_answers, write_answers
 from .trainer import Evaluation, Trainer, TrainingRecipe, mixed_precision
+
+_WORK_FILES = (
+    "invented_prompts.jsonl",
+    "answers.jsonl",
+    "features.key",
+    "features.done",
+    "features.bf16",
+    "features.log_norm",
+    "training_state.pt",
+    "training_log.jsonl",
+)
 
 
 @dataclass(frozen=True)
@@ -193,11 +204,24 @@ def estimate(
     }
 
 
+def prepare_folders(options: TrainOptions) -> None:
+    """Make the working folder, without an earlier run's files where `restart` is set; nothing else is touched.
+
+    Raises:
+        ValueError: the output folder holds another model, which the drafter would overwrite.
+    """
+    config = options.output / "config.json"
+    if config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("model_type") != "dspark":
+        raise ValueError(f"{options.output} holds another model. Give --output a new folder, or one of a drafter's.")
+    options.work_dir.mkdir(parents=True, exist_ok=True)
+    if options.restart:
+        for name in _WORK_FILES:
+            (options.work_dir / name).unlink(missing_ok=True)
+
+
 def run_training(target: Target, options: TrainOptions, say=print) -> TrainReport:
     """All stages; each goes on where an earlier run was stopped. `say` prints a line to the user."""
-    if options.restart:
-        shutil.rmtree(options.work_dir, ignore_errors=True)
-    options.work_dir.mkdir(parents=True, exist_ok=True)
+    prepare_folders(options)
     torch.manual_seed(options.seed)
     worker = working_copy(target.model)
     answers = make_answers(target, worker, options, say)
@@ -242,9 +266,8 @@ def run_training(target: Target, options: TrainOptions, say=print) -> TrainRepor
 
 
 def save_drafter(drafter: DSparkDraftModel, options: TrainOptions, report: TrainReport) -> None:
-    """Write the Hub-ready folder (weights in bf16) under a temporary name, then put it in place."""
+    """Write the Hub-ready files (weights in bf16) under a temporary name, then put each in its place."""
     temporary = options.output.with_name(options.output.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     if options.draft_tokens is not None:
         drafter.generation_config.num_assistant_tokens = options.draft_tokens
     drafter.to(torch.bfloat16).save_pretrained(temporary)
@@ -252,12 +275,11 @@ def save_drafter(drafter: DSparkDraftModel, options: TrainOptions, report: Train
     recipe |= {k: [Path(file).name for file in recipe[k]] for k in ("prompts", "answers")}
     record = {"target": drafter.config.target_model_name_or_path, "options": recipe, "report": asdict(report)}
     (temporary / "training.json").write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
-    if (options.output / "README.md").is_file():
-        shutil.copy(options.output / "README.md", temporary / "README.md")
-    if options.output.exists():
-        shutil.rmtree(options.output)
     (temporary / "model.safetensors").chmod(0o644)
-    temporary.rename(options.output)
+    options.output.mkdir(parents=True, exist_ok=True)
+    for file in temporary.iterdir():
+        os.replace(file, options.output / file.name)
+    temporary.rmdir()
 
 
 def _held_out(count: int, share: float) -> list[int]:
