@@ -7,10 +7,14 @@ from transformers import AutoConfig, AutoModel
 
 from .configuration_dspark import DSparkConfig
 from .decoding import hook
+from .decoding.candidates import scheduled
+from .decoding.profiling import step_rates_of
 from .decoding.stats import GenerationStats
 from .drafting_dspark import DraftBlock
 from .modeling_dspark import DSparkDraftModel, DSparkDraftOutput
-from .scheduling.admission import ConfidenceThreshold, FixedLength
+from .scheduling.admission import ConfidenceThreshold, FixedLength, LaggedScheduler, ThroughputScheduler
+from .scheduling.lookahead import Expectation, LookaheadScheduler
+from .scheduling.step_rates import StepRates
 
 __version__ = "0.1.0"
 
@@ -24,6 +28,13 @@ __all__ = [
     "DSparkDraftModel",
     "DSparkDraftOutput",
     "DraftBlock",
+    "Expectation",
     "FixedLength",
     "GenerationStats",
+    "LaggedScheduler",
+    "LookaheadScheduler",
+    "StepRates",
+    "ThroughputScheduler",
+    "scheduled",
+    "step_rates_of",
 ]

@@ -91,6 +91,9 @@ def train(
         float, typer.Option(help="Most disk for kept features; the rest is recomputed.")
     ] = 20.0,
     seed: Annotated[int, typer.Option(help="Seed of answers, anchors and weights.")] = 0,
+    init_from: Annotated[
+        Path | None, typer.Option(help="Folder of a drafter to go on from, with the same shape options.")
+    ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Throw an earlier run's working files away and begin anew.")
     ] = False,
@@ -144,6 +147,7 @@ def train(
         feature_cache_gb=feature_cache_gb,
         seed=seed,
         restart=restart,
+        init_from=init_from,
     )
     report = run_training(load_target(target, device), options, say=err.print)
     if json_output:
@@ -251,8 +255,9 @@ def bench(
 ) -> None:
     """Measure plain decoding, DSpark and prompt lookup on the same prompts in one run."""
     from .evaluation.completion import DecodingOptions
-    from .evaluation.report import bench_table, write_json
+    from .evaluation.report import bench_table
     from .evaluation.speed import bench_prompts, run_bench, summarise
+    from .files import write_json
     from .pairs import load_drafter, load_target
 
     _at_least(max_new_tokens, 2, "--max-new-tokens")

@@ -43,6 +43,11 @@ class DSparkConfig(PreTrainedConfig):
         markov_rank (`int`): rank r of the sequential head.
         enable_confidence_head (`bool`), confidence_head_with_markov (`bool`): the confidence head of eq. 7, with or
             without W_1[x_{k-1}] among its inputs.
+        confidence_temperatures, confidence_shifts (`list[float]`, *optional*): calibration of the confidences, one entry for
+            each of γ positions: c_k = σ(logit_k / T_k + s_k) (§3.2.1; `dspark-hf calibrate`). `None`: not calibrated.
+        expected_acceptance (`list[float]`, *optional*): at calibration, the share of x_k that stood where x_<k did.
+        acceptance_persistence (`float`, *optional*): share of a position's deviation from that, in logits, that carries on
+            to the next position.
         final_logit_softcapping (`float`, *optional*): the target's soft cap of its logits.
         has_own_embeddings (`bool`): the checkpoint brings copies of the target's embedding and LM head.
         num_anchors (`int`): blocks drawn per sequence in training.
@@ -84,6 +89,10 @@ class DSparkConfig(PreTrainedConfig):
     markov_rank: int = 256
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
+    confidence_temperatures: list[float] | None = None
+    confidence_shifts: list[float] | None = None
+    expected_acceptance: list[float] | None = None
+    acceptance_persistence: float | None = None
     final_logit_softcapping: float | None = None
     has_own_embeddings: bool = False
     num_anchors: int = 512
@@ -151,6 +160,24 @@ class DSparkConfig(PreTrainedConfig):
             1 <= self.draft_vocab_size <= self.vocab_size,
             f"draft_vocab_size must be between 1 and vocab_size ({self.vocab_size}), got {self.draft_vocab_size}.",
         )
+        for name in ("confidence_temperatures", "confidence_shifts", "expected_acceptance"):
+            values = getattr(self, name)
+            require(
+                values is None or len(values) == self.num_draft_tokens,
+                f"{name} must have one entry for each of {self.num_draft_tokens} drafted tokens, got {values}.",
+            )
+        require(
+            min(self.confidence_temperatures or [1.0]) > 0.0,
+            f"confidence_temperatures must be above 0, got {self.confidence_temperatures}.",
+        )
+        require(
+            self.acceptance_persistence is None or 0.0 <= self.acceptance_persistence <= 1.0,
+            f"acceptance_persistence must be between 0 and 1, got {self.acceptance_persistence}.",
+        )
+        require(
+            self.expected_acceptance is None or all(0.0 <= p <= 1.0 for p in self.expected_acceptance),
+            f"expected_acceptance must hold probabilities, got {self.expected_acceptance}.",
+        )
         require(len(self.target_layer_ids) >= 1, "target_layer_ids must name at least one target layer.")
         if self.num_target_layers is not None:
             allowed = range(-1, self.num_target_layers - 1)
@@ -165,6 +192,11 @@ class DSparkConfig(PreTrainedConfig):
     def num_draft_tokens(self) -> int:
         """γ, the most tokens one round can draft."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the confidences were calibrated (`dspark-hf calibrate`)."""
+        return self.confidence_temperatures is not None
 
     @property
     def has_reduced_vocab(self) -> bool:

@@ -50,7 +50,8 @@ class DraftBlock:
 
     token_ids: [B, K], ids of the target's vocabulary, K <= γ.
     logits: [B, K, V_d], corrected and processed: what each token was drawn from.
-    confidence_logits: [B, K], before the sigmoid; `None` without a confidence head.
+    confidence_logits: [B, K], as the head gives them, not calibrated; `None` without a confidence head.
+    survival: for each row the calibrated (a_1, a_2, ...) that the policy read, of the refused position too.
     num_admitted: [B], how many of the K tokens the admission policy let through in each row.
     cache: K/V of the context alone.
     """
@@ -59,6 +60,7 @@ class DraftBlock:
     logits: torch.Tensor
     confidence_logits: torch.Tensor | None
     num_admitted: torch.LongTensor
+    survival: list[list[float]]
     cache: Cache
 
 
@@ -138,16 +140,25 @@ class SequentialLoop:
 
     def _admit(self, confidence: torch.Tensor | None) -> bool:
         """Ask the policy for every row still open; whether any remains."""
+        position = len(self.tokens) + 1
         if self.admission.reads_survival:
             if confidence is None:
                 raise ValueError("This admission policy needs a drafter with a confidence head.")
-            for survival, c in zip(self.survival, torch.sigmoid(confidence.double()).tolist(), strict=True):
+            for survival, c in zip(self.survival, self._calibrated(confidence, position), strict=True):
                 survival.append(c * (survival[-1] if survival else 1.0))
-        position = len(self.tokens) + 1
         for row, survival in enumerate(self.survival):
             if self.open_rows[row]:
                 self.open_rows[row] = bool(self.admission.admit(position, survival))
         return any(self.open_rows)
+
+    def _calibrated(self, confidence: torch.Tensor, position: int) -> list[float]:
+        """c_k of every row (§3.2.1)."""
+        config, logits = self.model.config, confidence.double()
+        if config.confidence_temperatures is not None:
+            logits = logits / config.confidence_temperatures[position - 1]
+        if config.confidence_shifts is not None:
+            logits = logits + config.confidence_shifts[position - 1]
+        return torch.sigmoid(logits).tolist()
 
     def _process(self, scores: torch.Tensor) -> torch.Tensor:
         if self.processors is None:
@@ -170,5 +181,6 @@ class SequentialLoop:
             logits=torch.stack(self.logits, dim=1) if self.logits else base_logits[:, :0],
             confidence_logits=confidences,
             num_admitted=torch.tensor(self.num_admitted, device=self.prefix.device),
+            survival=self.survival,
             cache=cache,
         )

@@ -90,6 +90,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self._target_embedding: list[nn.Module] = []  # in lists, so that they do not become our submodules
         self._target_head: list[nn.Module] = []
         self.admission: Admission | None = None
+        self.step_rates: Any = None  # see scheduling.step_rates; loaded or measured at first need
         self.skinny_linear = True  # see decoding.skinny_linear
         self.last_generation: Any = None
         self.post_init()

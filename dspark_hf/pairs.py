@@ -21,6 +21,7 @@ from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.utils import get_session
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from .files import cache_folder
 from .modeling_dspark import DSparkDraftModel
 
 DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -55,11 +56,6 @@ def hub_is_reachable(seconds: float = _CONNECT_SECONDS) -> bool:
     thread.start()
     thread.join(seconds + 1.0)
     return bool(answers)
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: `dspark` in the Hugging Face cache folder."""
-    return Path(constants.HF_HOME) / "dspark"
 
 
 def resolve_target(name: str) -> str:

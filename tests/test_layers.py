@@ -13,7 +13,7 @@ ROWS = [
     {"pairs", "texts"},
     {"decoding"},
     {"scheduling"},
-    {"models"},
+    {"models", "files"},
 ]
 
 

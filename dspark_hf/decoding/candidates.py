@@ -17,7 +17,10 @@ from transformers.utils import logging
 
 from ..drafting_dspark import DraftBlock
 from ..modeling_dspark import DSparkDraftModel
-from ..scheduling.admission import ConfidenceThreshold, FixedLength
+from ..scheduling.admission import ConfidenceThreshold, FixedLength, RoundOutcome, RoundPolicy
+from ..scheduling.lookahead import Expectation, LookaheadScheduler
+from .profiling import step_rates_of
+from .stats import RoundRecord
 
 logger = logging.get_logger(__name__)
 _CONTEXT_ATTRIBUTE = "dspark_context"
@@ -80,6 +83,20 @@ def keep_context(target_cache: Cache, context: DraftContext) -> None:
     setattr(target_cache, _CONTEXT_ATTRIBUTE, context)
 
 
+def scheduled(target: PreTrainedModel, drafter: DSparkDraftModel) -> LookaheadScheduler:
+    """The policy that a calibrated drafter has by default, with this machine's step rates (measured at first use).
+
+    Set it as `drafter.admission` for a drafter that was never calibrated; it then starts from a neutral expectation.
+    """
+    config, expectation = drafter.config, None
+    if config.expected_acceptance is not None:
+        persistence = {} if config.acceptance_persistence is None else {"persistence": config.acceptance_persistence}
+        expectation = Expectation(config.expected_acceptance, **persistence)
+    return LookaheadScheduler(
+        step_rates_of(target, drafter), expectation, reads_survival=drafter.confidence_head is not None
+    )
+
+
 class DSparkCandidateGenerator(CandidateGenerator):
     """Drafts one block a round. The loop tells it the features of every committed token through `observe`."""
 
@@ -99,32 +116,44 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.do_sample = bool(generation_config.do_sample)
         self.logits_processor = logits_processor
         self.max_length = generation_config.max_length
-        self.admission, self.max_tokens = self._policy()
+        self.admission, self.max_tokens = self._policy(target)
+        self.planned = 0  # tokens that this round's block was made for
 
-    def _policy(self):
+    def _policy(self, target: PreTrainedModel):
         """The admission policy and the cap of drafted tokens a round, from the drafter's settings."""
         config = self.drafter.generation_config
         cap = config.num_assistant_tokens
-        cap = self.drafter.config.num_draft_tokens if cap is None else cap
+        cap = self.drafter.config.num_draft_tokens if cap is None else min(cap, self.drafter.config.num_draft_tokens)
         if cap < 0:
             raise ValueError(f"num_assistant_tokens must be at least 0, got {cap}.")
-        if self.drafter.admission is not None:
-            return self.drafter.admission, cap
-        threshold = config.assistant_confidence_threshold or 0.0
-        if threshold > 0:
-            return ConfidenceThreshold(threshold), cap
-        return FixedLength(cap), cap
+        policy, threshold = self.drafter.admission, config.assistant_confidence_threshold or 0.0
+        if policy is None and threshold > 0:
+            policy = ConfidenceThreshold(threshold)
+        if policy is None and cap and self.drafter.config.is_calibrated:
+            policy = scheduled(target, self.drafter)
+        if policy is None:
+            policy = FixedLength(cap)
+        return policy.fresh() if isinstance(policy, RoundPolicy) else policy, cap
 
     def observe(self, features: torch.Tensor) -> None:
         """Tapped features of tokens just committed, [1, S, m * d_target]."""
         if features.shape[1]:
             self.context.pending.append(features)
 
-    def draft(self, input_ids: torch.LongTensor) -> DraftBlock | None:
-        """Draft after `input_ids` [1, L], the last one being the anchor; `None` where the length limit leaves no room."""
-        room = self.max_length - input_ids.shape[1] - 1  # the target's own token needs a place too
+    def plan(self, length: int) -> int:
+        """How many tokens this round's block is made for after `length` committed ones; 0 makes it a plain step."""
+        room = self.max_length - length - 1  # the target's own token needs a place too
         limit = min(room, self.max_tokens)
-        if limit <= 0 or self.context.end == self.context.start:
+        if self.context.end == self.context.start:
+            limit = 0
+        if limit > 0 and isinstance(self.admission, RoundPolicy):
+            limit = self.admission.begin_round(length - 1, limit)
+        self.planned = max(limit, 0)
+        return self.planned
+
+    def draft(self, input_ids: torch.LongTensor) -> DraftBlock | None:
+        """Draft after `input_ids` [1, L], the last one being the anchor; `None` where nothing was planned."""
+        if not self.planned:
             return None
         new = self.context.take_pending()
         first = self.context.start + self.context.cache.get_seq_length()
@@ -139,13 +168,37 @@ class DSparkCandidateGenerator(CandidateGenerator):
             admission=self.admission,
             generator=self.generator,
             position_ids=positions[None],
-            max_tokens=limit,
+            max_tokens=self.planned,
         )
+
+    def rows(self, drafted: int, length: int) -> int:
+        """Tokens of the target's forward that verifies `drafted` ones after `length`: one more, or padded where cheaper."""
+        if not isinstance(self.admission, RoundPolicy):
+            return drafted + 1
+        padded = self.admission.step_rates.padded_rows(drafted + 1, length - 1)
+        return min(padded, self.max_length - length + 1)
+
+    def end_round(self, length: int, record: RoundRecord, committed: int, seconds: tuple[float, float, float]) -> None:
+        """Tell the policy what became of a round that began after `length` tokens; `seconds` drafting, verifying, in all."""
+        if isinstance(self.admission, RoundPolicy):
+            self.admission.end_round(
+                RoundOutcome(
+                    length - 1,
+                    record.planned,
+                    record.drafted,
+                    record.accepted,
+                    committed,
+                    record.rows,
+                    record.survival,
+                    *seconds,
+                )
+            )
 
     def get_candidates(
         self, input_ids: torch.LongTensor, **kwargs
     ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
         """transformers' interface: `input_ids` with the draft behind it, and the scores it was drawn from [1, K, V]."""
+        self.plan(input_ids.shape[1])
         block = self.draft(input_ids)
         if block is None:
             return input_ids, None

@@ -11,6 +11,7 @@ keeps no statistics; this one ends with the cache, tokens and outputs that plain
 from __future__ import annotations
 
 import copy
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +32,7 @@ from .candidates import DSparkCandidateGenerator, context_of, keep_context
 from .compat import CACHE_ARGUMENT, cache_of
 from .sampling import process_rows
 from .skinny_linear import skinny_linears
-from .stats import GenerationStats
+from .stats import GenerationStats, RoundRecord, synchronize
 from .targets import TargetTaps
 from .verification import Verification, verify_block, verify_greedy
 
@@ -84,10 +85,12 @@ class _Loop:
         num_known = cached if real is None else int(real[:cached].sum())
         context = context_of(cache, self.drafter, num_known)
         candidates = DSparkCandidateGenerator(self.drafter, self.target, config, self.processors, context)
+        self.stats.policy = type(candidates.admission).__name__
         with TargetTaps(self.target, self.drafter.config.target_layer_ids) as taps:
             with self.stats.timed("prefill"):
                 outputs = self.target._prefill(input_ids, config, model_kwargs)
                 features = taps.take(self.drafter.device)
+                synchronize(input_ids.device)
             cache = cache_of(outputs)
             if not cache.is_croppable:
                 raise ValueError(
@@ -100,7 +103,7 @@ class _Loop:
                 features if real is None else features[:, real[-features.shape[1] :].to(features.device)]
             )
             choice = self._choose(outputs.logits[:, -1:], text.input_ids, None, candidates)
-            model_kwargs = self._commit(text, choice, outputs, model_kwargs, is_prefill=True)
+            model_kwargs = self._commit(text, choice, outputs, model_kwargs, rows=None)
             while not text.finished:
                 model_kwargs = self._round(text, candidates, taps, cache, model_kwargs)
         keep_context(cache, context)
@@ -119,36 +122,61 @@ class _Loop:
         )
 
     def _round(self, text: _Text, candidates, taps: TargetTaps, cache, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-        with self.stats.timed("draft"):
+        stats, before = self.stats, text.input_ids.shape[1]
+        started, spent = time.perf_counter(), (stats.draft_seconds, stats.verify_seconds)
+        with stats.timed("scheduling"):
+            planned = candidates.plan(before)
+        with stats.timed("draft"):
             block = candidates.draft(text.input_ids)
         drafted = 0 if block is None else block.token_ids.shape[1]
         candidate_ids = text.input_ids
         if drafted:
             candidate_ids = torch.cat([candidate_ids, block.token_ids.to(candidate_ids.device)], dim=1)
-        with self.stats.timed("verify"):
-            outputs = self._forward(candidate_ids, drafted, model_kwargs)
+        rows = candidates.rows(drafted, before)
+        with stats.timed("verify"):
+            outputs = self._forward(candidate_ids, drafted, rows, model_kwargs)
+            synchronize(candidate_ids.device)
         features = taps.take(self.drafter.device)
-        choice = self._choose(outputs.logits[:, -drafted - 1 :], candidate_ids, block, candidates)
-        before = text.input_ids.shape[1]
-        model_kwargs = self._commit(text, choice, outputs, model_kwargs, is_prefill=False)
+        logits = outputs.logits[:, -rows:][:, : drafted + 1]
+        choice = self._choose(logits, candidate_ids, block, candidates)
+        model_kwargs = self._commit(text, choice, outputs, model_kwargs, rows)
         committed = text.input_ids.shape[1] - before
-        cache.crop(-(drafted + 1 - committed))
+        cache.crop(-(rows - committed))
         candidates.observe(features[:, :committed])
-        self.stats.count_round(drafted, min(int(choice.verification.num_accepted), committed))
+        record = RoundRecord(
+            planned,
+            drafted,
+            min(int(choice.verification.num_accepted), committed),
+            rows,
+            [] if block is None else block.survival[0],
+            None if block is None else block.confidence_logits,
+        )
+        stats.count_round(record)
+        with stats.timed("scheduling"):
+            seconds = (
+                stats.draft_seconds - spent[0],
+                stats.verify_seconds - spent[1],
+                time.perf_counter() - started,
+            )
+            candidates.end_round(before, record, committed, seconds)
         return model_kwargs
 
-    def _forward(self, candidate_ids: torch.LongTensor, drafted: int, model_kwargs: dict[str, Any]) -> ModelOutput:
-        """The target over the anchor and the drafted tokens."""
+    def _forward(
+        self, candidate_ids: torch.LongTensor, drafted: int, rows: int, model_kwargs: dict[str, Any]
+    ) -> ModelOutput:
+        """The target over the anchor and the drafted tokens, and copies of the last one up to `rows` in all."""
         kwargs = copy.copy(model_kwargs)
+        if padding := rows - drafted - 1:
+            candidate_ids = torch.cat([candidate_ids, candidate_ids[:, -1:].expand(-1, padding)], dim=1)
         length = candidate_ids.shape[1]
         if kwargs.get("attention_mask") is not None:
-            kwargs = _prepare_attention_mask(kwargs, kwargs["attention_mask"].shape[1] + drafted, False)
+            kwargs = _prepare_attention_mask(kwargs, kwargs["attention_mask"].shape[1] + rows - 1, False)
         kwargs = _prepare_token_type_ids(kwargs, length)
-        if (positions := kwargs.get("position_ids")) is not None and drafted:
-            kwargs = _prepare_position_ids(kwargs, positions.shape[-1] + drafted, False)
-        inputs = self.target.prepare_inputs_for_generation(candidate_ids, next_sequence_length=drafted + 1, **kwargs)
+        if (positions := kwargs.get("position_ids")) is not None and rows > 1:
+            kwargs = _prepare_position_ids(kwargs, positions.shape[-1] + rows - 1, False)
+        inputs = self.target.prepare_inputs_for_generation(candidate_ids, next_sequence_length=rows, **kwargs)
         if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = drafted + 1
+            inputs["logits_to_keep"] = rows
         return self.target(**inputs, return_dict=True)
 
     def _choose(self, logits, candidate_ids, block: DraftBlock | None, candidates) -> _Choice:
@@ -166,8 +194,11 @@ class _Loop:
         verification = verify_block(tokens, draft_probs.to(scores.dtype), scores.softmax(-1)[None])
         return _Choice(verification, tokens, raw, scores)
 
-    def _commit(self, text: _Text, choice: _Choice, outputs, model_kwargs, is_prefill: bool) -> dict[str, Any]:
-        """Append accepted tokens and the next one, one at a time as plain decoding would, until a criterion stops."""
+    def _commit(self, text: _Text, choice: _Choice, outputs, model_kwargs, rows: int | None) -> dict[str, Any]:
+        """Append accepted tokens and the next one, one at a time as plain decoding would, until a criterion stops.
+
+        `rows`: tokens of the target's forward, `None` for the prefill.
+        """
         accepted = int(choice.verification.num_accepted)
         new = torch.cat([choice.tokens[0, :accepted], choice.verification.next_token])
         committed = 0
@@ -176,7 +207,7 @@ class _Loop:
             text.input_ids = torch.cat([text.input_ids, token[None]], dim=1)
             if self.streamer is not None:
                 self.streamer.put(token.cpu())
-            self._record(text, choice, outputs, committed, is_prefill)
+            self._record(text, outputs, choice, committed, rows)
             committed += 1
             text.finished = bool(self.criteria(text.input_ids, text.scores).all())
         self.stats.new_tokens += committed
@@ -184,7 +215,7 @@ class _Loop:
             outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens=committed
         )
 
-    def _record(self, text: _Text, choice: _Choice, outputs, i: int, is_prefill: bool) -> None:
+    def _record(self, text: _Text, outputs, choice: _Choice, i: int, rows: int | None) -> None:
         """Keep scores, logits, hidden states and attentions of one committed token where they were asked for."""
         if text.scores is not None:
             text.scores += (choice.scores[i : i + 1],)
@@ -192,12 +223,12 @@ class _Loop:
             text.logits += (choice.raw[i : i + 1],)
         if not self.config.return_dict_in_generate:
             return
-        rows = slice(None) if is_prefill else slice(i, i + 1)
+        own = slice(None) if rows is None else slice(i, i + 1)
         if self.config.output_hidden_states:
-            text.hidden_states += (tuple(layer[:, rows] for layer in outputs.hidden_states),)
+            text.hidden_states += (tuple(layer[:, own] for layer in outputs.hidden_states),)
         if self.config.output_attentions:
-            drafted = 0 if is_prefill else len(choice.tokens[0])
-            text.attentions += (tuple(a[..., rows, : a.shape[-1] - drafted + i] for a in outputs.attentions),)
+            behind = 0 if rows is None else rows - 1 - i  # tokens that came after this one in the same forward
+            text.attentions += (tuple(a[..., own, : a.shape[-1] - behind] for a in outputs.attentions),)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,33 @@ Owns: counting rounds, tokens and seconds. Does not own: deciding anything. Axes
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+import torch
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that a clock read next tells the truth."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One round: block length planned (0: a plain step), tokens drafted, accepted, and the rows of the target's forward.
+
+    survival: (a_1, a_2, ...) that the policy read, calibrated. confidence_logits: [K], not calibrated; `None` without a head.
+    """
+
+    planned: int
+    drafted: int
+    accepted: int
+    rows: int
+    survival: Sequence[float]
+    confidence_logits: torch.Tensor | None
 
 
 @dataclass
@@ -17,11 +40,14 @@ class GenerationStats:
     """Statistics of one `generate()` call with a drafter (`drafter.last_generation`).
 
     A round drafts (possibly nothing) and verifies once; the prefill, which gives the first token, is no round.
-    `drafted`, `verified` and `accepted` count tokens at each position of a block, times are in seconds.
+    `drafted`, `verified` and `accepted` count tokens at each position of a block, times are in seconds. `parked_rounds` are
+    those that the policy made plain steps, `scheduling_seconds` the policy's own time before and after rounds.
     """
 
     block_length: int
+    policy: str = ""
     rounds: int = 0
+    parked_rounds: int = 0
     prompt_tokens: int = 0
     new_tokens: int = 0
     drafted: list[int] = field(default_factory=list)
@@ -30,7 +56,9 @@ class GenerationStats:
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    scheduling_seconds: float = 0.0
     total_seconds: float = 0.0
+    history: list[RoundRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for name in ("drafted", "verified", "accepted"):
@@ -56,17 +84,25 @@ class GenerationStats:
         """Share of the verified tokens at each position that were accepted."""
         return [a / v if v else 0.0 for a, v in zip(self.accepted, self.verified, strict=True)]
 
-    def count_round(self, drafted: int, accepted: int) -> None:
+    def count_round(self, record: RoundRecord) -> None:
         """Record one verified round."""
         self.rounds += 1
-        for counts, number in ((self.drafted, drafted), (self.verified, drafted), (self.accepted, accepted)):
+        for counts, number in (
+            (self.drafted, record.drafted),
+            (self.verified, record.drafted),
+            (self.accepted, record.accepted),
+        ):
             for k in range(number):
                 counts[k] += 1
+        self.history.append(record)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, the derived figures too, for JSON."""
+        record = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "history"}
         derived = ("accept_length", "other_seconds", "tokens_per_second", "acceptance_by_position")
-        return asdict(self) | {name: getattr(self, name) for name in derived}
+        record |= {name: getattr(self, name) for name in derived}
+        names = ("planned", "drafted", "accepted", "rows", "survival")
+        return record | {"history": [{name: getattr(r, name) for name in names} for r in self.history]}
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

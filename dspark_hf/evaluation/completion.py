@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, TextStreamer
 
-from ..decoding.stats import GenerationStats
+from ..decoding.stats import GenerationStats, synchronize
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
 from ..texts import encode_messages
@@ -85,18 +85,13 @@ def timed_generate(
     if options.temperature > 0:
         sampling = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
     torch.manual_seed(options.seed)
-    _wait(target.device)
+    synchronize(target.device)
     start = time.perf_counter()
     output = target.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=options.max_new_tokens, **sampling, **method
     )
-    _wait(target.device)
+    synchronize(target.device)
     return output[0, len(input_ids) :].tolist(), time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def complete(

@@ -1,10 +1,7 @@
-"""Tables and files of measured figures. Owns: their layout. Does not own: measuring (`speed`)."""
+"""Tables of measured figures. Owns: their layout. Does not own: measuring (`speed`)."""
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group
@@ -63,11 +60,3 @@ def bench_table(summary: dict[str, Any]) -> Group:
                 )
             )
     return Group(table, *lines)
-
-
-def write_json(data: dict[str, Any], path: Path) -> None:
-    """Write under a temporary name, then rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)

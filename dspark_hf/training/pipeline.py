@@ -69,6 +69,7 @@ class TrainOptions:
     feature_cache_gb: float = 20.0
     seed: int = 0
     restart: bool = False
+    init_from: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,9 @@ def run_training(target: Target, options: TrainOptions, say=print) -> TrainRepor
 
     config = drafter_config(target.model, options, target.name)
     drafter = DSparkDraftModel(config).to(target.model.device)
-    if config.has_reduced_vocab:
+    if options.init_from is not None:
+        start_from(drafter, options.init_from)
+    elif config.has_reduced_vocab:
         tokens = frequent_tokens(answers, len(drafter.draft_token_ids()), config.vocab_size)
         drafter.set_draft_vocabulary(tokens)
         say(f"Draft vocabulary of {len(tokens)} tokens covers {_coverage(answers, tokens):.2%} of the answers.")
@@ -265,6 +268,26 @@ def run_training(target: Target, options: TrainOptions, say=print) -> TrainRepor
     return report
 
 
+def start_from(drafter: DSparkDraftModel, folder: Path) -> None:
+    """Take weights and draft vocabulary of an earlier drafter.
+
+    Raises:
+        ValueError: its config differs in what decides the weights' shapes or meaning.
+    """
+    earlier = DSparkDraftModel.from_pretrained(folder, dtype=torch.float32)
+    names = (
+        "vocab_size draft_vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+        "num_key_value_heads head_dim markov_head_type markov_rank block_size target_layer_ids mask_token_id"
+    )
+    for name in names.split():
+        theirs, ours = getattr(earlier.config, name), getattr(drafter.config, name)
+        if theirs != ours:
+            raise ValueError(
+                f"--init-from {folder}: its {name} is {theirs}, the new drafter's {ours}. Give the same options as for it."
+            )
+    drafter.load_state_dict(earlier.state_dict())
+
+
 def save_drafter(drafter: DSparkDraftModel, options: TrainOptions, report: TrainReport) -> None:
     """Write the Hub-ready files (weights in bf16) under a temporary name, then put each in its place."""
     temporary = options.output.with_name(options.output.name + ".tmp")
@@ -273,6 +296,7 @@ def save_drafter(drafter: DSparkDraftModel, options: TrainOptions, report: Train
     drafter.to(torch.bfloat16).save_pretrained(temporary)
     recipe = {k: v for k, v in asdict(options).items() if k not in ("output", "work_dir", "restart")}
     recipe |= {k: [Path(file).name for file in recipe[k]] for k in ("prompts", "answers")}
+    recipe["init_from"] = options.init_from and options.init_from.name
     record = {"target": drafter.config.target_model_name_or_path, "options": recipe, "report": asdict(report)}
     (temporary / "training.json").write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
     (temporary / "model.safetensors").chmod(0o644)

@@ -1,0 +1,238 @@
+"""Measuring the step-rate table of a pair on this machine (`dspark-hf profile`, and by itself at first use).
+
+Owns: the forwards that are timed, their order, the key a table holds for. Does not own: the table (`scheduling.step_rates`).
+Axes: B tokens in one forward, `depth` tokens of context. Units: seconds.
+
+Every sweep goes once through all measurements in another order, so that a slow moment of the machine touches all alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedModel
+from transformers.utils import logging
+
+from ..modeling_dspark import DSparkDraftModel
+from ..scheduling.admission import FixedLength
+from ..scheduling.step_rates import StepRates, load_step_rates
+from .compat import CACHE_ARGUMENT
+from .skinny_linear import skinny_linears
+from .stats import synchronize
+
+logger = logging.get_logger(__name__)
+QUICK_DEPTHS = (128, 1024)
+DEPTHS = (128, 1024, 4096)
+MAX_ROWS = 64
+_CALIBRATION = ("confidence_temperatures", "confidence_shifts", "expected_acceptance", "acceptance_persistence")
+
+
+@dataclass(frozen=True)
+class ProfilePlan:
+    """What is measured: every B of `rows` at every depth, in at most `sweeps` sweeps and about `seconds` (one at least)."""
+
+    rows: tuple[int, ...]
+    depths: tuple[int, ...]
+    sweeps: int = 7
+    seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name, values in (("rows", self.rows), ("depths", self.depths)):
+            if not values or min(values) < 1:
+                raise ValueError(f"Profile: {name} must be numbers of at least 1, got {list(values)}.")
+        if self.sweeps < 1:
+            raise ValueError(f"Profile: sweeps must be at least 1, got {self.sweeps}.")
+
+
+def table_key(target: PreTrainedModel, drafter: DSparkDraftModel) -> dict[str, Any]:
+    """What a table holds for: the pair, dtype, device, attention, threads and versions."""
+    device = target.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    quantization = target.config.to_dict().get("quantization_config")
+    return {
+        "target": str(target.config._name_or_path),
+        "target_config": _digest(target.config),
+        "quantization": None if quantization is None else str(quantization),
+        "drafter": str(drafter.config._name_or_path),
+        "drafter_config": _digest(drafter.config),
+        "dtype": str(target.dtype),
+        "drafter_dtype": str(drafter.dtype),
+        "device": f"{device.type}: {name}",
+        "drafter_device": drafter.device.type,
+        "attention": str(target.config._attn_implementation),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "skinny_linear": drafter.skinny_linear,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _digest(config: Any) -> str:
+    """A hash of what makes the forward: without names, versions and what calibration adds."""
+    ignored = ("_name_or_path", "transformers_version", *_CALIBRATION)
+    record = {k: v for k, v in config.to_dict().items() if k not in ignored}
+    return hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def step_rates_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> StepRates:
+    """The pair's table: the one in use, else the stored one, else one measured now in about ten seconds and stored."""
+    key = table_key(target, drafter)
+    if drafter.step_rates is not None and (not drafter.step_rates.key or drafter.step_rates.key == key):
+        return drafter.step_rates
+    rates = load_step_rates(key)
+    if rates is None:
+        rows = range(1, drafter.config.num_draft_tokens + 2)
+        plan = ProfilePlan(tuple(rows), QUICK_DEPTHS, sweeps=5, seconds=8.0)
+        rates = measure_step_rates(target, drafter, plan, description="first use: measuring step rates")
+        try:
+            logger.warning(f"Step rates of this pair on this machine are measured and kept in {rates.save()}.")
+        except OSError as error:
+            logger.warning(f"The step rates are measured but can't be kept ({error}); the next process measures again.")
+    drafter.step_rates = rates
+    return rates
+
+
+@torch.inference_mode()
+def measure_step_rates(
+    target: PreTrainedModel, drafter: DSparkDraftModel, plan: ProfilePlan, description: str = "profile"
+) -> StepRates:
+    """Time target forwards and drafts; medians of interleaved, warmed-up sweeps.
+
+    Raises:
+        ValueError: no depth of the plan fits the target's context.
+    """
+    drafter.bind_target(target)
+    context = target.config.get_text_config().max_position_embeddings
+    depths = [d for d in sorted(set(plan.depths)) if d + max(plan.rows) <= context]
+    if not depths:
+        raise ValueError(f"No depth of {list(plan.depths)} fits the target's context of {context} tokens.")
+    rows = sorted({1, *plan.rows})
+    with skinny_linears([target, drafter, *drafter.bound_heads()], drafter.skinny_linear):
+        runs: dict[tuple, Callable[[], None]] = {}
+        for depth in depths:
+            cache = _filled_cache(target, depth)
+            runs |= {("target", depth, b): _target_run(target, cache, b) for b in rows}
+        for k in range(1, drafter.config.num_draft_tokens + 1):
+            runs["block", k] = _draft_run(drafter, k, FixedLength(0))
+            runs["draft", k] = _draft_run(drafter, k, None)
+        seconds = _sweeps(runs, plan, target.device, description)
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    lengths = range(1, drafter.config.num_draft_tokens + 1)
+    steps = [(median["draft", k] - median["block", k]) / k for k in lengths]
+    return StepRates(
+        rows=rows,
+        depths=depths,
+        target_seconds=[[median["target", d, b] for b in rows] for d in depths],
+        target_spread=[[_spread(seconds["target", d, b]) for b in rows] for d in depths],
+        block_seconds=[median["block", k] for k in lengths],
+        draft_step_seconds=max(statistics.median(steps), 0.0),
+        key=table_key(target, drafter),
+    )
+
+
+def _sweeps(runs: dict, plan: ProfilePlan, device: torch.device, description: str) -> dict[tuple, list[float]]:
+    seconds: dict[tuple, list[float]] = {name: [] for name in runs}
+    order = list(runs)
+    shuffle = random.Random(0).shuffle
+    with _quiet_progress(len(order) * (plan.sweeps + 1), description) as bar:
+        for run in runs.values():  # warm-up
+            run()
+            bar.update()
+        started = time.perf_counter()
+        for sweep in range(plan.sweeps):
+            shuffle(order)
+            for name in order:
+                synchronize(device)
+                start = time.perf_counter()
+                runs[name]()
+                synchronize(device)
+                seconds[name].append(time.perf_counter() - start)
+                bar.update()
+            spent = time.perf_counter() - started
+            if spent * (sweep + 2) / (sweep + 1) > plan.seconds:
+                break
+    return seconds
+
+
+@contextmanager
+def _quiet_progress(total: int, description: str) -> Iterator[tqdm]:
+    """A bar that vanishes when it is done, and is not drawn at all in a pipe."""
+    bar = tqdm(total=total, desc=description, unit="run", leave=False, disable=None)
+    try:
+        yield bar
+    finally:
+        bar.close()
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Interquartile range."""
+    if len(values) < 2:
+        return 0.0
+    quarters = statistics.quantiles(values, n=4, method="inclusive")
+    return quarters[2] - quarters[0]
+
+
+def _filled_cache(target: PreTrainedModel, depth: int) -> DynamicCache:
+    """A cache of `depth` tokens: a short real prefill, repeated (only its size matters here)."""
+    cache = DynamicCache(config=target.config)
+    cache.activate_past_recording()
+    first = min(depth, 32)
+    vocab = target.config.get_text_config().vocab_size
+    ids = torch.randint(vocab, (1, first), generator=torch.Generator().manual_seed(0)).to(target.device)
+    target(input_ids=ids, logits_to_keep=1, use_cache=True, **{CACHE_ARGUMENT: cache})
+    while (missing := depth - cache.get_seq_length()) > 0:
+        for i, layer in enumerate(cache.layers):
+            cache.update(layer.keys[:, :, :missing].clone(), layer.values[:, :, :missing].clone(), i)
+    cache.crop(0)
+    return cache
+
+
+def _target_run(target: PreTrainedModel, cache: DynamicCache, rows: int) -> Callable[[], None]:
+    ids = torch.ones(1, rows, dtype=torch.long, device=target.device)
+
+    def run() -> None:
+        target(input_ids=ids, logits_to_keep=rows, use_cache=True, **{CACHE_ARGUMENT: cache})
+        cache.crop(-rows)
+
+    return run
+
+
+def _draft_run(drafter: DSparkDraftModel, limit: int, admission: FixedLength | None) -> Callable[[], None]:
+    """A draft with two tokens of new context, as an average round has it."""
+    config = drafter.config
+    width = len(config.target_layer_ids) * config.target_hidden_size
+    new = torch.zeros(1, 2, width, dtype=drafter.dtype, device=drafter.device)
+    anchor = torch.ones(1, 1, dtype=torch.long, device=drafter.device)
+    cache = DynamicCache()
+    drafter.extend_context(
+        torch.zeros(1, 64, width, dtype=drafter.dtype, device=drafter.device),
+        torch.arange(64, device=drafter.device)[None],
+        cache,
+    )
+
+    def run() -> None:
+        drafter.draft(anchor, new, cache, admission=admission, max_tokens=limit)
+        cache.crop(-2)
+
+    return run

@@ -1,0 +1,34 @@
+"""Files that are whole or not there at all, and where this package keeps its own.
+
+Owns: atomic writing, the cache folder. Does not own: what the files mean.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants
+
+
+def cache_folder() -> Path:
+    """`dspark` in the Hugging Face cache folder: converted models, step-rate tables."""
+    return Path(constants.HF_HOME) / "dspark"
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write under a temporary name, then rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(data: Any, path: Path) -> None:
+    """`data` as indented JSON, written as a whole."""
+    write_text(json.dumps(data, indent=2) + "\n", path)
