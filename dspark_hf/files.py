@@ -32,3 +32,12 @@ def write_text(text: str, path: Path) -> None:
 def write_json(data: Any, path: Path) -> None:
     """`data` as indented JSON, written as a whole."""
     write_text(json.dumps(data, indent=2) + "\n", path)
+
+
+def move_files(temporary: Path, folder: Path) -> None:
+    """Put each file of `temporary` in its place in `folder`, and remove `temporary`; other files there stay."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in temporary.iterdir():
+        file.chmod(0o644)
+        os.replace(file, folder / file.name)
+    temporary.rmdir()

@@ -83,7 +83,7 @@ def timed_generate(
     ids = torch.tensor([input_ids], device=target.device)
     sampling: dict[str, Any] = {"do_sample": False}
     if options.temperature > 0:
-        sampling = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
+        sampling = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
     torch.manual_seed(options.seed)
     synchronize(target.device)
     start = time.perf_counter()

@@ -1,131 +1,161 @@
-"""Speed side by side: plain decoding, DSpark and transformers' prompt lookup on the same prompts in one run.
+"""Speed side by side: plain decoding, DSpark under one or more policies, and transformers' prompt lookup, in one run.
 
-Owns: running the three in turn, ratios, the ceiling, the verdict of identity. Does not own: prompts' decoding, printing.
+Owns: running the methods in turn, ratios, the ceiling, the verdict of identity. Does not own: prompts, policies, printing.
 Units: seconds, tokens per second; τ counts tokens committed per round, bonus token included (paper eq. 1).
+
+`plain` is `generate()` as it is; `plain_tuned` is the same with the linear layers that our loop uses on a CPU, so that the
+gain of drafting is not mistaken for theirs. `dspark` is the drafter as it is set.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from ..decoding.skinny_linear import skinny_linears
 from ..decoding.stats import GenerationStats
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
-from ..texts import encode_messages, messages_of, read_jsonl
+from ..texts import encode_messages
 from .completion import DecodingOptions, check_length, timed_generate
+from .policies import OWN, using_policy
+from .prompt_sets import Conversation
 
-METHODS = ("plain", "dspark", "prompt_lookup")
+BASELINES = ("plain", "plain_tuned", "prompt_lookup")
 _LOOKUP_TOKENS = 10  # transformers' own example value
 
 
-@dataclass(frozen=True)
-class BenchPrompt:
-    """One prompt: token ids and the domain it is counted in."""
+@dataclass
+class MethodRun:
+    """One prompt decoded by one method; `stats` and what follows only for DSpark.
 
-    domain: str
-    input_ids: list[int]
+    identical is only told where decoding is greedy; first_difference is a position in the answer, margin_there how far apart
+    the target's two best scores are at it.
+    """
+
+    tokens: int
+    seconds: float
+    stats: GenerationStats | None = None
+    identical: bool | None = None
+    first_difference: int | None = None
+    margin_there: float | None = None
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, the prefill included."""
+        return self.tokens / self.seconds
 
 
 @dataclass
 class PromptResult:
-    """One prompt under all methods: new tokens and seconds by method, and what DSpark did."""
+    """One prompt under all methods, by their names."""
 
     domain: str
-    tokens: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    stats: GenerationStats = field(default_factory=lambda: GenerationStats(0))
-    one_token_seconds: float = 0.0  # of plain decoding, prefill left out
-    identical: bool | None = None  # only compared where decoding is greedy
-    first_difference: int | None = None
-    margin_there: float | None = None
-
-    def rate(self, method: str) -> float:
-        """Tokens per second."""
-        return self.tokens[method] / self.seconds[method]
+    runs: dict[str, MethodRun] = field(default_factory=dict)
 
     def ratio(self, method: str) -> float:
         """Speed of `method` as a multiple of plain decoding's."""
-        return self.rate(method) / self.rate("plain")
+        return self.runs[method].rate / self.runs["plain"].rate
+
+    def stats(self, method: str) -> GenerationStats:
+        """What a DSpark method did."""
+        stats = self.runs[method].stats
+        assert stats is not None, f"{method} is no DSpark method"
+        return stats
 
     @property
-    def ceiling(self) -> float:
+    def one_token_seconds(self) -> float:
+        """Plain decoding's seconds a token, prefill left out."""
+        plain, stats = self.runs["plain"], self.stats("dspark")
+        return (plain.seconds - stats.prefill_seconds) / max(plain.tokens - 1, 1)
+
+    def ceiling(self, method: str) -> float:
         """τ · T_plain(1) / (T_verify + T_draft): the ratio if a round were nothing but drafting and verifying."""
-        stats = self.stats
+        stats = self.stats(method)
         spent = stats.draft_seconds + stats.verify_seconds
         return stats.accept_length * self.one_token_seconds * stats.rounds / spent if spent else 1.0
 
-
-def bench_prompts(target: Target, file: Path | None = None, limit: int | None = None) -> list[BenchPrompt]:
-    """Our own prompt set (eight of each domain), or the prompts of a JSONL file; the first `limit` of each domain."""
-    path = file
-    if path is None:
-        path = Path(str(resources.files("dspark_hf.evaluation") / "prompts" / "bench.jsonl"))
-    counts: dict[str, int] = {}
-    prompts = []
-    for number, record in read_jsonl(path):
-        domain = str(record.get("domain", "all"))
-        counts[domain] = counts.get(domain, 0) + 1
-        if limit is None or counts[domain] <= limit:
-            messages = messages_of(record, f"{path}, line {number}")
-            prompts.append(BenchPrompt(domain, encode_messages(target.tokenizer, messages)))
-    if not prompts:
-        raise ValueError(f"{path}: no prompts in it.")
-    return prompts
+    def share_of_ceiling(self, method: str) -> float:
+        """How much of that was reached, prefill left out."""
+        run = self.runs[method]
+        per_token = (run.seconds - self.stats(method).prefill_seconds) / max(run.tokens - 1, 1)
+        return self.one_token_seconds / per_token / self.ceiling(method)
 
 
 def run_bench(
-    target: Target, drafter: DSparkDraftModel, prompts: Sequence[BenchPrompt], options: DecodingOptions
+    target: Target,
+    drafter: DSparkDraftModel,
+    prompts: Sequence[Conversation],
+    options: DecodingOptions,
+    policies: Sequence[str] = (),
 ) -> list[PromptResult]:
     """Decode every prompt with each method in turn, after a warm-up; the order of the methods rotates."""
     model = target.model
-    for prompt in prompts:
-        check_length(model, len(prompt.input_ids), options.max_new_tokens)
-    arguments: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "dspark": {"assistant_model": drafter},
-        "prompt_lookup": {"prompt_lookup_num_tokens": _LOOKUP_TOKENS},
-    }
-    for method in METHODS:
-        timed_generate(model, prompts[0].input_ids, DecodingOptions(max_new_tokens=8), **arguments[method])
-    results = []
-    for i, prompt in enumerate(tqdm(prompts, desc="bench", unit="prompt")):
-        result, texts = PromptResult(prompt.domain), {}
-        for method in METHODS[i % 3 :] + METHODS[: i % 3]:
-            texts[method], result.seconds[method] = timed_generate(
-                model, prompt.input_ids, options, **arguments[method]
-            )
-            result.tokens[method] = len(texts[method])
-            if method == "dspark":
-                result.stats = drafter.last_generation
-        prefill = result.stats.prefill_seconds
-        result.one_token_seconds = (result.seconds["plain"] - prefill) / max(result.tokens["plain"] - 1, 1)
+    encoded = [(p.domain, encode_messages(target.tokenizer, p.messages)) for p in prompts]
+    for _, ids in encoded:
+        check_length(model, len(ids), options.max_new_tokens)
+    methods = _methods(model, drafter, policies)
+    for run in methods.values():
+        run(encoded[0][1], DecodingOptions(max_new_tokens=8))
+    results, names = [], list(methods)
+    for i, (domain, ids) in enumerate(tqdm(encoded, desc="bench", unit="prompt")):
+        result, texts = PromptResult(domain), {}
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            drafter.last_generation = None
+            texts[name], seconds = methods[name](ids, options)
+            result.runs[name] = MethodRun(len(texts[name]), seconds, drafter.last_generation)
         if options.temperature == 0:
-            _compare(model, prompt.input_ids, texts["plain"], texts["dspark"], result)
+            for name, measured in result.runs.items():
+                if measured.stats is not None:
+                    _compare(model, ids, texts["plain"], texts[name], measured)
         results.append(result)
     return results
 
 
+def _methods(
+    model: PreTrainedModel, drafter: DSparkDraftModel, policies: Sequence[str]
+) -> dict[str, Callable[[list[int], DecodingOptions], tuple[list[int], float]]]:
+    def dspark(policy: str):
+        def run(ids: list[int], options: DecodingOptions):
+            with using_policy(policy, model, drafter):
+                return timed_generate(model, ids, options, assistant_model=drafter)
+
+        return run
+
+    def plain(tuned: bool, **arguments: Any):
+        def run(ids: list[int], options: DecodingOptions):
+            layers = skinny_linears([model]) if tuned else contextlib.nullcontext()
+            with torch.no_grad(), layers:
+                return timed_generate(model, ids, options, **arguments)
+
+        return run
+
+    methods = {
+        "plain": plain(False),
+        "plain_tuned": plain(True),
+        "dspark": dspark(OWN),
+        "prompt_lookup": plain(False, prompt_lookup_num_tokens=_LOOKUP_TOKENS),
+    }
+    return methods | {name: dspark(name) for name in policies if name != OWN}
+
+
 @torch.inference_mode()
-def _compare(
-    model: PreTrainedModel, prompt: list[int], plain: list[int], dspark: list[int], result: PromptResult
-) -> None:
+def _compare(model: PreTrainedModel, prompt: list[int], plain: list[int], dspark: list[int], run: MethodRun) -> None:
     """Identical, or the first differing position and how far apart the target's two best scores are there."""
-    result.identical = plain == dspark
-    if result.identical:
+    run.identical = plain == dspark
+    if run.identical:
         return
     same = next((i for i, (a, b) in enumerate(zip(plain, dspark)) if a != b), min(len(plain), len(dspark)))
     text = torch.tensor([prompt + plain[:same]], device=model.device)
     best = model(input_ids=text, logits_to_keep=1).logits[0, -1].float().topk(2).values
-    result.first_difference, result.margin_there = same, float(best[0] - best[1])
+    run.first_difference, run.margin_there = same, float(best[0] - best[1])
 
 
 def summarise(results: Sequence[PromptResult]) -> dict[str, Any]:
@@ -133,58 +163,76 @@ def summarise(results: Sequence[PromptResult]) -> dict[str, Any]:
     domains = list(dict.fromkeys(r.domain for r in results))
     summary = {name: _domain([r for r in results if r.domain == name]) for name in domains}
     everything = _domain(results)
-    everything["dspark"]["macro_speedup"] = statistics.fmean(summary[d]["dspark"]["speedup"] for d in domains)
-    return {"domains": summary | {"all": everything}, "prompts": [_verdict(r) for r in results]}
+    for method, figures in everything.items():
+        if method != "plain":
+            figures["macro_speedup"] = statistics.fmean(summary[d][method]["speedup"] for d in domains)
+    return {"domains": summary | {"all": everything}, "prompts": [_verdicts(r) for r in results]}
 
 
 def _domain(results: Sequence[PromptResult]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
-    for method in METHODS:
-        tokens, seconds = sum(r.tokens[method] for r in results), sum(r.seconds[method] for r in results)
-        figures[method] = {"tokens_per_second": tokens / seconds}
+    for method, first in results[0].runs.items():
+        runs = [r.runs[method] for r in results]
+        figures[method] = {"tokens_per_second": sum(r.tokens for r in runs) / sum(r.seconds for r in runs)}
         if method != "plain":
             figures[method]["speedup"] = statistics.median(r.ratio(method) for r in results)
-    stats = [r.stats for r in results]
-    total = sum(s.total_seconds for s in stats) or 1.0
-    rounds = sum(s.rounds for s in stats)
-    accept_length = sum(s.new_tokens - 1 for s in stats) / rounds if rounds else 1.0
-    ceiling = statistics.median(r.ceiling for r in results)
-    decode = [(r.seconds["dspark"] - r.stats.prefill_seconds) / max(r.tokens["dspark"] - 1, 1) for r in results]
-    reached = statistics.median(r.one_token_seconds / d / r.ceiling for r, d in zip(results, decode))
-    length = len(stats[0].verified)
-    verified = [sum(s.verified[k] for s in stats) for k in range(length)]
-    accepted = [sum(s.accepted[k] for s in stats) for k in range(length)]
-    compared = [r.identical for r in results]
-    figures["dspark"] |= {
-        "accept_length": accept_length,
-        "identical_share": None if results[0].identical is None else sum(map(bool, compared)) / len(results),
-        "ceiling": ceiling,
-        "share_of_ceiling": reached,
-        "acceptance_by_position": [a / v if v else None for a, v in zip(accepted, verified)],
-        "time_share": {
-            "draft": sum(s.draft_seconds for s in stats) / total,
-            "verify": sum(s.verify_seconds for s in stats) / total,
-            "prefill": sum(s.prefill_seconds for s in stats) / total,
-            "other": sum(s.other_seconds for s in stats) / total,
-        },
-        "milliseconds_per_round": {
-            "draft": 1e3 * sum(s.draft_seconds for s in stats) / max(rounds, 1),
-            "verify": 1e3 * sum(s.verify_seconds for s in stats) / max(rounds, 1),
-            "total": 1e3 * sum(s.total_seconds - s.prefill_seconds for s in stats) / max(rounds, 1),
-        },
-        "rounds": rounds,
-    }
+            figures[method]["worst_speedup"] = min(r.ratio(method) for r in results)
+        if first.stats is not None:
+            figures[method] |= _dspark_figures(method, results)
     return figures
 
 
-def _verdict(result: PromptResult) -> dict[str, Any]:
+def _dspark_figures(method: str, results: Sequence[PromptResult]) -> dict[str, Any]:
+    runs = [r.runs[method] for r in results]
+    stats = [r.stats(method) for r in results]
+    total = sum(s.total_seconds for s in stats) or 1.0
+    decoding = sum(s.total_seconds - s.prefill_seconds for s in stats) or 1.0
+    rounds = sum(s.rounds for s in stats)
+    verified = [sum(s.verified[k] for s in stats) for k in range(len(stats[0].verified))]
+    accepted = [sum(s.accepted[k] for s in stats) for k in range(len(verified))]
+    parts = {
+        "draft": sum(s.draft_seconds for s in stats),
+        "verify": sum(s.verify_seconds for s in stats),
+        "other": sum(s.other_seconds for s in stats),
+    }
+    compared = [r.identical for r in runs]
+    return {
+        "policy": stats[0].policy,
+        "accept_length": sum(s.new_tokens - 1 for s in stats) / rounds if rounds else 1.0,
+        "verified_per_round": sum(verified) / max(rounds, 1),
+        "parked_share": sum(s.parked_rounds for s in stats) / max(rounds, 1),
+        "identical_share": None if compared[0] is None else sum(map(bool, compared)) / len(compared),
+        "ceiling": statistics.median(r.ceiling(method) for r in results),
+        "share_of_ceiling": statistics.median(r.share_of_ceiling(method) for r in results),
+        "acceptance_by_position": [a / v if v else None for a, v in zip(accepted, verified)],
+        "time_share": {
+            name: seconds / total
+            for name, seconds in (parts | {"prefill": sum(s.prefill_seconds for s in stats)}).items()
+        },
+        "round_share": {name: seconds / decoding for name, seconds in parts.items()}
+        | {"scheduling": sum(s.scheduling_seconds for s in stats) / decoding},
+        "milliseconds_per_round": {
+            name: 1e3 * seconds / max(rounds, 1) for name, seconds in (parts | {"total": decoding}).items()
+        },
+        "rounds": rounds,
+    }
+
+
+def _verdicts(result: PromptResult) -> dict[str, Any]:
+    """One prompt's record: the drafter's own policy in full, the speed of every method."""
+    dspark = result.runs["dspark"]
+    different = {name: run for name, run in result.runs.items() if run.identical is False}
     return {
         "domain": result.domain,
-        "tokens": result.tokens,
-        "seconds": result.seconds,
+        "tokens": {name: run.tokens for name, run in result.runs.items()},
+        "seconds": {name: run.seconds for name, run in result.runs.items()},
         "speedup": result.ratio("dspark"),
-        "accept_length": result.stats.accept_length,
-        "verdict": {True: "identical", False: "different", None: "sampled"}[result.identical],
-        "first_difference": result.first_difference,
-        "margin_there": result.margin_there,
+        "accept_length": result.stats("dspark").accept_length,
+        "verdict": {True: "identical", False: "different", None: "sampled"}[dspark.identical],
+        "first_difference": dspark.first_difference,
+        "margin_there": dspark.margin_there,
+        "different": {
+            name: {"first_difference": r.first_difference, "margin_there": r.margin_there}
+            for name, r in different.items()
+        },
     }

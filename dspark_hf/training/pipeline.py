@@ -10,7 +10,6 @@ import collections
 import copy
 import json
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..configuration_dspark import DSparkConfig
+from ..files import move_files
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
 from .features import FeatureStore, compute_features
@@ -299,11 +299,7 @@ def save_drafter(drafter: DSparkDraftModel, options: TrainOptions, report: Train
     recipe["init_from"] = options.init_from and options.init_from.name
     record = {"target": drafter.config.target_model_name_or_path, "options": recipe, "report": asdict(report)}
     (temporary / "training.json").write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
-    (temporary / "model.safetensors").chmod(0o644)
-    options.output.mkdir(parents=True, exist_ok=True)
-    for file in temporary.iterdir():
-        os.replace(file, options.output / file.name)
-    temporary.rmdir()
+    move_files(temporary, options.output)
 
 
 def _held_out(count: int, share: float) -> list[int]:

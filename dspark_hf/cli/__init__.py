@@ -1,0 +1,34 @@
+"""The `dspark-hf` command: each sub-command parses, calls one function and prints.
+
+Owns: options, help texts, exit codes (0 done, 2 bad input, 130 interrupted). Does not own: any work.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from . import generate, measure, train  # registers the commands, in the order of the help text
+from .app import app, err
+
+__all__ = ["app", "generate", "main", "measure", "train"]
+
+
+def main() -> None:
+    """Entry point: user errors become one line and exit code 2."""
+    try:
+        code = app(standalone_mode=False)  # typer hands an early exit's code back, 130 for Ctrl-C
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except (ValueError, OSError) as error:
+        err.print(f"[red]Error:[/red] {' '.join(str(error).split())}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except Exception as error:
+        if not hasattr(error, "show"):  # click's usage errors print themselves
+            raise
+        error.show()
+        sys.exit(2)
+    if code == 130:
+        err.print("Interrupted. What was finished is kept.")
+    sys.exit(code or 0)

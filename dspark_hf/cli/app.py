@@ -1,0 +1,51 @@
+"""What the sub-commands share: the app, consoles, common options and checks. Owns: no command."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Faster generation with Hugging Face language models, token for token the same.",
+)
+# In a file or a pipe, rich would squeeze tables into 80 columns.
+out = Console(width=None if sys.stdout.isatty() else 130)
+err = Console(stderr=True)
+
+TargetOption = Annotated[str, typer.Option(help="Target model: a Hub id or a folder.")]
+DrafterOption = Annotated[str, typer.Option(help="Drafter: a Hub id or a folder.")]
+DtypeOption = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
+DeviceOption = Annotated[str | None, typer.Option(help="Device, e.g. cpu or cuda; an accelerator where there is one.")]
+
+
+@app.callback()
+def _root() -> None:
+    """Faster generation with Hugging Face language models, token for token the same."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # of loading weights; work of ours has bars of its own
+
+
+def numbers(text: str, kind: type, option: str) -> tuple:
+    try:
+        return tuple(kind(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ValueError(f"{option} takes numbers with commas between them, got {text!r}.") from None
+
+
+def at_least(value: float, low: float, option: str) -> None:
+    if value < low:
+        raise ValueError(f"{option} must be at least {low:g}, got {value:g}.")
+
+
+def existing_file(path: Path | None) -> None:
+    """Refuse a file that is not there."""
+    if path is not None and not path.is_file():
+        raise OSError(f"No such file: {path}.")

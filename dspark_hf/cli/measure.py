@@ -1,0 +1,225 @@
+"""`dspark-hf bench`, `profile`, `calibrate` and `eval`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..pairs import DEFAULT_DRAFTER, DEFAULT_TARGET
+from .app import DeviceOption, DrafterOption, DtypeOption, TargetOption, app, at_least, err, existing_file, numbers, out
+
+PromptsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="JSONL with 'prompt', 'turns' or 'messages' and a 'domain'; or gsm8k, math500, humaneval, mbpp, mt-bench, "
+        "alpaca from the Hub. [default: our own 24]"
+    ),
+]
+LimitOption = Annotated[int | None, typer.Option(help="Only the first prompts of each source.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
+
+
+@app.command(
+    epilog="Example: dspark-hf bench --max-new-tokens 128 --policies fixed:1,fixed:3,throughput --json bench.json"
+)
+def bench(
+    prompts: Annotated[Path | None, typer.Option(help="JSONL of prompts with 'domain'. [default: our own 24]")] = None,
+    target: TargetOption = DEFAULT_TARGET,
+    drafter: DrafterOption = DEFAULT_DRAFTER,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    limit: Annotated[int | None, typer.Option(help="Only the first prompts of each domain.")] = None,
+    draft_tokens: Annotated[int | None, typer.Option(help="Tokens drafted a round. [default: the drafter's]")] = None,
+    policies: Annotated[
+        str,
+        typer.Option(help="Measured beside the drafter's own: fixed:N, threshold:T, throughput, lagged, lookahead."),
+    ] = "",
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Measure plain decoding, DSpark and prompt lookup on the same prompts in one run."""
+    from ..evaluation.completion import DecodingOptions
+    from ..evaluation.policies import check_policy
+    from ..evaluation.prompt_sets import first_of_each_domain, load_conversations
+    from ..evaluation.report import bench_table
+    from ..evaluation.speed import run_bench, summarise
+    from ..files import write_json
+    from ..pairs import load_drafter, load_target
+    from ..scheduling.admission import FixedLength
+
+    at_least(max_new_tokens, 2, "--max-new-tokens")
+    at_least(temperature, 0, "--temperature")
+    at_least(1 if limit is None else limit, 1, "--limit")
+    at_least(0 if draft_tokens is None else draft_tokens, 0, "--draft-tokens")
+    existing_file(prompts)
+    names = numbers(policies, str, "--policies")
+    for name in names:
+        check_policy(name)
+    loaded = load_target(target, device, dtype)
+    draft_model = load_drafter(drafter, loaded.model)
+    if draft_tokens is not None:
+        draft_model.admission = FixedLength(draft_tokens)
+        draft_model.generation_config.num_assistant_tokens = draft_tokens
+    chosen = first_of_each_domain(load_conversations(prompts), limit)
+    options = DecodingOptions(max_new_tokens, temperature, seed=seed)
+    summary = summarise(run_bench(loaded, draft_model, chosen, options, names))
+    if json_file is not None:
+        write_json(summary, json_file)
+    out.print(bench_table(summary))
+
+
+@app.command(epilog="Example: dspark-hf profile --max-rows 16 --depths 128,1024 --plot curve.png")
+def profile(
+    target: TargetOption = DEFAULT_TARGET,
+    drafter: DrafterOption = DEFAULT_DRAFTER,
+    max_rows: Annotated[int, typer.Option(help="Most tokens in one forward.")] = 64,
+    depths: Annotated[str, typer.Option(help="Tokens of context before them.")] = "128,1024,4096",
+    sweeps: Annotated[int, typer.Option(help="Repeats of every measurement, interleaved.")] = 5,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curve into this PNG file.")] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "auto",
+    json_output: JsonFlag = False,
+) -> None:
+    """Measure what a forward of the target and a draft cost here, and keep the table for the scheduler."""
+    import dataclasses
+
+    from ..decoding.profiling import ProfilePlan, measure_step_rates
+    from ..evaluation.report import step_rate_table
+    from ..pairs import load_drafter, load_target
+
+    at_least(max_rows, 1, "--max-rows")
+    plan = ProfilePlan(tuple(range(1, max_rows + 1)), numbers(depths, int, "--depths"), sweeps)
+    loaded = load_target(target, device, dtype)
+    draft_model = load_drafter(drafter, loaded.model)
+    rates = measure_step_rates(loaded.model, draft_model, plan)
+    path = rates.save()
+    if plot is not None:
+        from ..evaluation.plots import step_rate_curve, write_png
+
+        write_png(step_rate_curve(rates), plot)
+    if json_output:
+        out.print_json(data=dataclasses.asdict(rates))
+        return
+    out.print(step_rate_table(rates))
+    out.print(f"Kept in {path}.", highlight=False, soft_wrap=True)
+
+
+@app.command(epilog="Example: dspark-hf calibrate --prompts held-out.jsonl --drafter my-drafter --report calibration")
+def calibrate(
+    prompts: PromptsOption = None,
+    target: TargetOption = DEFAULT_TARGET,
+    drafter: DrafterOption = DEFAULT_DRAFTER,
+    out_folder: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the calibrated drafter. [default: the drafter's own]")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="Of the decoding that is calibrated on; 0 is greedy.")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 128,
+    limit: LimitOption = None,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the reliability diagram and the rounds (an interrupted run goes on)."),
+    ] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "auto",
+    json_output: JsonFlag = False,
+) -> None:
+    """Calibrate a drafter's confidences on prompts it was not trained on; every second one judges the fit."""
+    from ..evaluation.calibrate import check_destination, run_calibration, store_calibration
+    from ..evaluation.completion import DecodingOptions
+    from ..evaluation.prompt_sets import load_conversations
+    from ..evaluation.report import calibration_table
+    from ..pairs import drafter_folder, load_drafter, load_target
+
+    at_least(max_new_tokens, 8, "--max-new-tokens")
+    at_least(temperature, 0, "--temperature")
+    at_least(1 if limit is None else limit, 1, "--limit")
+    source = drafter_folder(drafter)
+    destination = check_destination(source, out_folder)
+    conversations = load_conversations(prompts, limit)
+    loaded = load_target(target, device, dtype)
+    draft_model = load_drafter(drafter, loaded.model)
+    options = DecodingOptions(max_new_tokens, temperature, seed=seed)
+    rounds_file = None if report is None else report / "rounds.jsonl"
+    result = run_calibration(loaded, draft_model, conversations, options, rounds_file)
+    store_calibration(draft_model, result, source, destination)
+    if report is not None:
+        from ..evaluation.plots import calibration_diagram, write_png
+
+        write_png(calibration_diagram(result), report / "reliability.png")
+    if json_output:
+        out.print_json(data=result.to_dict())
+        return
+    out.print(calibration_table(result))
+    if result.calibration.too_few:
+        positions = ", ".join(map(str, result.calibration.too_few))
+        err.print(
+            f"Too few rounds reached position {positions}: left as the drafter gives it. More prompts would help."
+        )
+    out.print(f"The calibration is in {destination}.", highlight=False, soft_wrap=True)
+
+
+@app.command(
+    name="eval",
+    epilog="Example: dspark-hf eval --prompts gsm8k --limit 50 --temperature 1 --threshold-sweep --report out",
+)
+def evaluate(
+    prompts: PromptsOption = None,
+    target: TargetOption = DEFAULT_TARGET,
+    drafter: DrafterOption = DEFAULT_DRAFTER,
+    policy: Annotated[
+        str,
+        typer.Option(help="full (all of a block every round), own (the drafter's), fixed:N, threshold:T, lookahead."),
+    ] = "full",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 128,
+    limit: LimitOption = None,
+    threshold_sweep: Annotated[
+        bool, typer.Option("--threshold-sweep", help="What confidence thresholds from 0 to 0.95 would have cut.")
+    ] = False,
+    report: Annotated[
+        Path | None, typer.Option(help="Folder for page, figures, JSON and rounds (an interrupted run goes on).")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "auto",
+    json_output: JsonFlag = False,
+) -> None:
+    """Measure acceptance by domain and source: τ, acceptance by position, wasted drafts, reliability."""
+    from ..evaluation.acceptance import collect
+    from ..evaluation.completion import DecodingOptions
+    from ..evaluation.policies import check_policy
+    from ..evaluation.prompt_sets import load_conversations
+    from ..evaluation.report import evaluation_table
+    from ..evaluation.summary import summarise_evaluation, write_report
+    from ..pairs import load_drafter, load_target
+
+    at_least(max_new_tokens, 2, "--max-new-tokens")
+    at_least(temperature, 0, "--temperature")
+    at_least(1 if limit is None else limit, 1, "--limit")
+    check_policy(policy)
+    if threshold_sweep and policy != "full":
+        raise ValueError(f"--threshold-sweep needs whole blocks: leave --policy at full, got {policy}.")
+    conversations = load_conversations(prompts, limit)
+    loaded = load_target(target, device, dtype)
+    draft_model = load_drafter(drafter, loaded.model)
+    options = DecodingOptions(max_new_tokens, temperature, seed=seed)
+    file = None if report is None else report / "rounds.jsonl"
+    samples = collect(loaded, draft_model, conversations, options, policy, file)
+    summary = summarise_evaluation(samples, draft_model, threshold_sweep)
+    if report is not None:
+        facts = {"target": target, "drafter": drafter, "policy": policy, "temperature": temperature}
+        write_report(summary, samples, draft_model, facts, report)
+    if json_output:
+        out.print_json(data=summary)
+    else:
+        out.print(evaluation_table(summary))
+        if report is not None:
+            out.print(f"Report: {report / 'report.html'}", highlight=False, soft_wrap=True)
+    failed = summary["groups"]["all"]["failed"]
+    if failed:
+        err.print(f"{failed} turns failed and are not in the figures; see the warnings above.")

@@ -1,0 +1,233 @@
+"""How drafts fare on real prompts: decoding them, keeping every round, figures by domain and source.
+
+Owns: collecting rounds (resumable), acceptance figures, the threshold sweep. Does not own: calibration's fit
+(`scheduling.calibration`), pictures (`plots`), the page (`html`).
+Axes: N rounds, γ positions. τ counts tokens committed per round, bonus token included (paper eq. 1).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+from transformers.utils import logging
+
+from ..modeling_dspark import DSparkDraftModel
+from ..pairs import Target
+from ..scheduling.calibration import survival
+from ..texts import encode_messages
+from .completion import DecodingOptions, check_length, timed_generate
+from .policies import using_policy
+from .prompt_sets import Conversation
+
+logger = logging.get_logger(__name__)
+THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(20))
+
+
+@dataclass
+class Sample:
+    """One answered turn: its rounds as (drafted, accepted), raw confidence logits of each round, or what went wrong."""
+
+    index: int
+    turn: int
+    domain: str
+    source: str
+    tokens: int = 0
+    seconds: float = 0.0
+    rounds: list[tuple[int, int]] = field(default_factory=list)
+    logits: list[list[float]] = field(default_factory=list)
+    parked: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds with full blocks: raw confidence logits [N, γ], how many tokens of each block stood [N]."""
+
+    logits: np.ndarray
+    accepted: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.accepted)
+
+
+def full_rounds(samples: Iterable[Sample], length: int) -> Rounds:
+    """The rounds that drafted all `length` tokens and have confidences."""
+    pairs = [
+        (logits, accepted)
+        for sample in samples
+        for (drafted, accepted), logits in zip(sample.rounds, sample.logits)
+        if drafted == length and len(logits) == length
+    ]
+    return Rounds(np.array([p[0] for p in pairs]).reshape(-1, length), np.array([p[1] for p in pairs], dtype=int))
+
+
+def collect(
+    target: Target,
+    drafter: DSparkDraftModel,
+    conversations: Sequence[Conversation],
+    options: DecodingOptions,
+    policy: str = "full",
+    file: Path | None = None,
+    description: str = "eval",
+) -> list[Sample]:
+    """Decode every turn of every conversation and keep its rounds; with `file`, go on where an earlier run stopped.
+
+    A turn that fails is kept with its error, and the rest of its conversation is left out.
+
+    Raises:
+        ValueError: `file` was written with other settings.
+    """
+    settings = {
+        "target": target.name,
+        "drafter": str(drafter.config._name_or_path),
+        "policy": policy,
+        "prompts": [[c.source, c.messages[-1]["content"][:80]] for c in conversations],
+        "options": asdict(options),
+    }
+    samples = [] if file is None else _resume(file, settings)
+    done = {s.index for s in samples if _is_last(s, conversations)}
+    samples = [s for s in samples if s.index in done]
+    if file is not None:
+        _rewrite(file, settings, samples)
+    for index, conversation in enumerate(tqdm(conversations, desc=description, unit="prompt", disable=None)):
+        if index in done:
+            continue
+        with using_policy(policy, target.model, drafter):
+            new = _answer(target, drafter, index, conversation, options)
+        samples += new
+        if file is not None:
+            with file.open("a", encoding="utf-8") as lines:
+                lines.writelines(json.dumps(asdict(s)) + "\n" for s in new)
+    return samples
+
+
+def _answer(
+    target: Target, drafter: DSparkDraftModel, index: int, conversation: Conversation, options: DecodingOptions
+) -> list[Sample]:
+    messages, samples = list(conversation.messages), []
+    turns: list[str | None] = [None, *conversation.later_turns]
+    for number, turn in enumerate(turns):
+        if turn is not None:
+            messages = [*messages, {"role": "user", "content": turn}]
+        sample = Sample(index, number, conversation.domain, conversation.source)
+        samples.append(sample)
+        try:
+            ids = encode_messages(target.tokenizer, messages)
+            check_length(target.model, len(ids), options.max_new_tokens)
+            seeded = DecodingOptions(
+                options.max_new_tokens, options.temperature, options.top_p, options.seed + 1000 * index + number
+            )
+            answer, sample.seconds = timed_generate(target.model, ids, seeded, assistant_model=drafter)
+        except (ValueError, RuntimeError) as error:
+            sample.error = f"{type(error).__name__}: {error}"
+            logger.warning(f"Prompt {index + 1}, turn {number + 1} failed: {sample.error}")
+            break
+        stats = drafter.last_generation
+        sample.tokens, sample.parked = len(answer), stats.parked_rounds
+        sample.rounds = [(r.drafted, r.accepted) for r in stats.history]
+        sample.logits = [
+            [] if r.confidence_logits is None else [round(x, 4) for x in r.confidence_logits[0].tolist()]
+            for r in stats.history
+        ]
+        text = target.tokenizer.decode(answer, skip_special_tokens=True)
+        messages = [*messages, {"role": "assistant", "content": text}]
+    return samples
+
+
+def _is_last(sample: Sample, conversations: Sequence[Conversation]) -> bool:
+    last = len(conversations[sample.index].later_turns) if sample.index < len(conversations) else -1
+    return sample.error is not None or sample.turn == last
+
+
+def _resume(file: Path, settings: dict[str, Any]) -> list[Sample]:
+    if not file.exists():
+        return []
+    header, *lines = file.read_text(encoding="utf-8").splitlines() or [""]
+    try:
+        same = json.loads(header) == settings
+    except ValueError:
+        same = False
+    if not same:
+        raise ValueError(f"{file} was written with other settings or prompts. Remove it, or give another folder.")
+    samples = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:  # a line that was cut off: its conversation is done again
+            break
+        record["rounds"] = [(d, a) for d, a in record["rounds"]]
+        samples.append(Sample(**record))
+    return samples
+
+
+def _rewrite(file: Path, settings: dict[str, Any], samples: Sequence[Sample]) -> None:
+    from ..files import write_text
+
+    write_text("".join(json.dumps(r) + "\n" for r in (settings, *map(asdict, samples))), file)
+
+
+def acceptance_figures(samples: Sequence[Sample], length: int) -> dict[str, Any]:
+    """Figures of a group of samples; `acceptance_by_position` is conditional: of x_k, given that x_<k stood."""
+    good = [s for s in samples if s.error is None]
+    rounds = [r for s in good for r in s.rounds]
+    drafted, accepted = sum(d for d, _ in rounds), sum(a for _, a in rounds)
+    count, seconds = max(len(rounds), 1), sum(s.seconds for s in good)
+    reached = [sum(d > k and a >= k for d, a in rounds) for k in range(length)]
+    stood = [sum(a > k for _, a in rounds) for k in range(length)]
+    return {
+        "samples": len(good),
+        "failed": len(samples) - len(good),
+        "rounds": len(rounds),
+        "tokens": sum(s.tokens for s in good),
+        "tokens_per_second": sum(s.tokens for s in good) / seconds if seconds else 0.0,
+        "accept_length": sum(max(s.tokens - 1, 0) for s in good) / count if rounds else 1.0,
+        "acceptance_by_position": [a / r if r else None for a, r in zip(stood, reached)],
+        "rounds_by_position": reached,
+        "drafted_per_round": drafted / count,
+        "verified_per_round": drafted / count,  # nothing above the cut is drafted, so all of it is verified
+        "accepted_per_round": accepted / count,
+        "wasted_per_round": (drafted - accepted) / count,
+        "acceptance_rate": accepted / drafted if drafted else None,
+        "parked_share": sum(s.parked for s in good) / count,
+    }
+
+
+def grouped(samples: Sequence[Sample], length: int) -> dict[str, dict[str, Any]]:
+    """Figures of each domain, of each source in it, and of all."""
+    groups: dict[str, list[Sample]] = {}
+    for s in samples:
+        groups.setdefault(s.domain, []).append(s)
+    for s in samples:
+        if s.source != s.domain:
+            groups.setdefault(f"{s.domain}/{s.source}", []).append(s)
+    groups = dict(sorted(groups.items()))
+    return {name: acceptance_figures(group, length) for name, group in groups.items()} | {
+        "all": acceptance_figures(samples, length)
+    }
+
+
+def threshold_sweep(rounds: Rounds, drafter: DSparkDraftModel) -> list[dict[str, float]]:
+    """What each confidence threshold would have cut from these full blocks (paper Fig. 5): acceptance rate, τ, verified."""
+    config = drafter.config
+    a = survival(rounds.logits, config.confidence_temperatures, config.confidence_shifts)
+    confidence = a / np.concatenate([np.ones((len(a), 1)), np.maximum(a[:, :-1], 1e-12)], axis=1)
+    sweep = []
+    for threshold in THRESHOLDS:
+        admitted = (confidence >= threshold).cumprod(axis=1).sum(axis=1)
+        accepted = np.minimum(rounds.accepted, admitted)
+        verified = float(admitted.sum())
+        sweep.append(
+            {
+                "threshold": threshold,
+                "acceptance_rate": float(accepted.sum()) / verified if verified else 1.0,
+                "accept_length": 1.0 + float(accepted.mean()),
+                "verified_per_round": float(admitted.mean()),
+            }
+        )
+    return sweep

@@ -1,0 +1,169 @@
+"""`dspark-hf calibrate`: collect rounds, fit on one half of the prompts, report on the other, store with the drafter.
+
+Owns: the split, the report, writing the calibrated drafter. Does not own: the fit (`scheduling.calibration`), decoding
+(`acceptance`), pictures (`plots`). Axes: N rounds, γ positions.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..configuration_dspark import DSparkConfig
+from ..files import move_files, write_json
+from ..modeling_dspark import DSparkDraftModel
+from ..pairs import Target
+from ..scheduling.calibration import Calibration, expected_calibration_error, fit_calibration, survival
+from .acceptance import Rounds, collect, full_rounds
+from .completion import DecodingOptions
+from .prompt_sets import Conversation
+
+
+@dataclass(frozen=True)
+class PositionReport:
+    """Of a_k on the rounds that were not fitted on; `reached`: rounds whose x_<k stood. AUC is `None` for a single outcome."""
+
+    position: int
+    rounds: int
+    reached: int
+    ece_before: float
+    ece_temperatures_alone: float
+    ece_after: float
+    auc_before: float | None
+    auc_after: float | None
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """A fit, how it does on the other half, and that half's rounds."""
+
+    calibration: Calibration
+    positions: list[PositionReport]
+    fit_rounds: int
+    held_out: Rounds
+    temperature: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "calibration": asdict(self.calibration),
+            "positions": [asdict(p) for p in self.positions],
+            "fit_rounds": self.fit_rounds,
+            "report_rounds": len(self.held_out),
+            "temperature": self.temperature,
+        }
+
+
+def run_calibration(
+    target: Target,
+    drafter: DSparkDraftModel,
+    conversations: Sequence[Conversation],
+    options: DecodingOptions,
+    file: Path | None = None,
+) -> CalibrationReport:
+    """Decode all prompts with full blocks; every second conversation is fitted on, the others judge the fit.
+
+    Raises:
+        ValueError: no confidence head, or a half without rounds.
+    """
+    if drafter.confidence_head is None:
+        raise ValueError(
+            "This drafter has no confidence head, so there is nothing to calibrate. Set "
+            "`drafter.admission = dspark_hf.scheduled(target, drafter)`: it judges positions by how they fared so far."
+        )
+    samples = collect(target, drafter, conversations, options, "full", file, "calibrate")
+    length = drafter.config.num_draft_tokens
+    fit = full_rounds((s for s in samples if s.index % 2 == 0), length)
+    held_out = full_rounds((s for s in samples if s.index % 2 == 1), length)
+    if not len(fit) or not len(held_out):
+        raise ValueError(
+            f"{len(fit)} rounds to fit and {len(held_out)} to report on came of {len(conversations)} prompts with "
+            f"{options.max_new_tokens} new tokens: give at least two prompts that can be answered, and more tokens."
+        )
+    return report_on(fit, held_out, options.temperature)
+
+
+def report_on(fit: Rounds, held_out: Rounds, temperature: float) -> CalibrationReport:
+    """Fit on the one, judge on the other."""
+    calibration = fit_calibration(fit.logits, fit.accepted)
+    alone = fit_calibration(fit.logits, fit.accepted, shift=False)
+    before = survival(held_out.logits)
+    scaled = survival(held_out.logits, alone.temperatures)
+    after = survival(held_out.logits, calibration.temperatures, calibration.shifts)
+    positions = []
+    for k in range(before.shape[1]):
+        stood = held_out.accepted > k
+        positions.append(
+            PositionReport(
+                position=k + 1,
+                rounds=len(held_out),
+                reached=int((held_out.accepted >= k).sum()),
+                ece_before=expected_calibration_error(before[:, k], stood),
+                ece_temperatures_alone=expected_calibration_error(scaled[:, k], stood),
+                ece_after=expected_calibration_error(after[:, k], stood),
+                auc_before=_auc(before[:, k], stood),
+                auc_after=_auc(after[:, k], stood),
+            )
+        )
+    return CalibrationReport(calibration, positions, len(fit), held_out, temperature)
+
+
+def _auc(predicted: np.ndarray, happened: np.ndarray) -> float | None:
+    try:
+        from sklearn.metrics import roc_auc_score
+    except ImportError:
+        raise OSError("Calibration's report needs scikit-learn: pip install 'dspark-hf[eval]'.") from None
+    return None if happened.all() or not happened.any() else float(roc_auc_score(happened, predicted))
+
+
+_FIELDS = ("confidence_temperatures", "confidence_shifts", "expected_acceptance", "acceptance_persistence")
+
+
+def check_destination(source: str, destination: Path | None) -> Path:
+    """Where the calibrated drafter goes: `destination`, or the source's own folder.
+
+    Raises:
+        ValueError: the source is no folder of ours and no destination was given, or that holds another model.
+    """
+    own = _is_ours(Path(source))
+    if destination is None:
+        if not own:
+            raise ValueError(
+                f"{source} is no folder in this package's form, so the calibration can't be put there. Give --out FOLDER."
+            )
+        return Path(source)
+    if (destination / "config.json").is_file() and not _is_ours(destination):
+        raise ValueError(f"{destination} holds another model. Give --out a new folder, or one of a drafter's.")
+    return destination
+
+
+def _is_ours(folder: Path) -> bool:
+    config = folder / "config.json"
+    return config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("model_type") == "dspark"
+
+
+def store_calibration(drafter: DSparkDraftModel, report: CalibrationReport, source: str, folder: Path) -> None:
+    """Put the calibration into the drafter and write it to `folder`: only the config where that is the source itself.
+
+    The cap of drafted tokens becomes γ: the scheduler decides from now on. Weights keep the source's dtype.
+    """
+    config, fitted = drafter.config, report.calibration
+    config.confidence_temperatures, config.confidence_shifts = fitted.temperatures, fitted.shifts
+    config.expected_acceptance, config.acceptance_persistence = fitted.expected_acceptance, fitted.persistence
+    drafter.generation_config.num_assistant_tokens = config.num_draft_tokens
+    if folder.resolve() == Path(source).resolve():
+        stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        write_json(stored | {name: getattr(config, name) for name in _FIELDS}, folder / "config.json")
+        write_json(json.loads(drafter.generation_config.to_json_string()), folder / "generation_config.json")
+    else:
+        dtype = DSparkConfig.from_pretrained(source).dtype or drafter.dtype
+        temporary = folder.with_name(folder.name + ".tmp")
+        copy.deepcopy(drafter).to(dtype).save_pretrained(temporary)
+        move_files(temporary, folder)
+    write_json(report.to_dict(), folder / "calibration.json")

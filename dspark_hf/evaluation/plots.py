@@ -1,0 +1,112 @@
+"""Figures as PNG, readable without colour vision. Owns: drawing. Does not own: measuring."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..scheduling.calibration import reliability, survival
+from ..scheduling.step_rates import StepRates
+from .calibrate import CalibrationReport
+
+# Okabe and Ito's colours, with a marker each.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = "osD^vP*"
+
+
+def _figure(columns: int = 1, width: float = 5.0, height: float = 4.0):
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise OSError("Figures need matplotlib: pip install 'dspark-hf[eval]'.") from None
+    figure = Figure(figsize=(width * columns, height), layout="constrained")
+    return figure, np.atleast_1d(figure.subplots(1, columns))
+
+
+def png(figure) -> bytes:
+    """The figure's PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=130, format="png")
+    return buffer.getvalue()
+
+
+def write_png(figure, path: Path) -> None:
+    """Write under a temporary name, then rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(png(figure))
+    temporary.replace(path)
+
+
+def reliability_diagram(curves: dict[str, np.ndarray], accepted: np.ndarray, positions: Sequence[int] | None = None):
+    """Predicted against observed survival at positions 1, 3, 5 and 7, the histogram behind; curves [N, γ] by name."""
+    length = next(iter(curves.values())).shape[1]
+    positions = positions or [k for k in (1, 3, 5, 7) if k <= length]
+    figure, axes = _figure(len(positions), 3.4, 3.6)
+    for axis, k in zip(axes, positions):
+        stood = accepted >= k
+        last = list(curves.values())[-1][:, k - 1]
+        counts, edges = np.histogram(last, bins=10, range=(0, 1))
+        axis.bar(edges[:-1], counts / max(counts.sum(), 1), width=0.1, align="edge", color="#DDDDDD", label="rounds")
+        axis.plot([0, 1], [0, 1], color="#888888", linewidth=1, linestyle=":")
+        for i, (name, predicted) in enumerate(curves.items()):
+            points = [(mean, mean + gap) for mean, gap, _ in reliability(predicted[:, k - 1], stood)]
+            axis.plot(*zip(*points), color=_COLOURS[i], marker=_MARKERS[i], label=name)
+        axis.set(title=f"position {k}", xlabel="predicted survival", xlim=(0, 1), ylim=(0, 1))
+    axes[0].set_ylabel("observed survival")
+    axes[0].legend(loc="upper left", fontsize=8)
+    return figure
+
+
+def calibration_diagram(report: CalibrationReport):
+    """A calibration's reliability before and after, on the rounds that were not fitted on."""
+    rounds, fitted = report.held_out, report.calibration
+    curves = {
+        "before": survival(rounds.logits),
+        "after": survival(rounds.logits, fitted.temperatures, fitted.shifts),
+    }
+    return reliability_diagram(curves, rounds.accepted)
+
+
+def step_rate_curve(rates: StepRates):
+    """Milliseconds of one target forward against its tokens, a line for each depth, with the spread."""
+    figure, (axis,) = _figure(1, 6.5, 4.2)
+    for i, depth in enumerate(rates.depths):
+        seconds, spread = np.array(rates.target_seconds[i]), np.array(rates.target_spread[i])
+        style = {"color": _COLOURS[i % 7], "marker": _MARKERS[i % 7], "markersize": 3}
+        axis.errorbar(rates.rows, 1e3 * seconds, yerr=5e2 * spread, label=f"{depth} tokens of context", **style)
+    axis.set(xlabel="tokens in one forward", ylabel="milliseconds", title="one forward of the target")
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=8)
+    return figure
+
+
+def acceptance_curves(groups: dict[str, dict[str, Any]]):
+    """Conditional acceptance of each position, a line for each domain (paper Fig. 2)."""
+    figure, (axis,) = _figure(1, 5.5, 4.0)
+    for i, (name, figures) in enumerate((n, g) for n, g in groups.items() if "/" not in n):
+        points = [(k + 1, a) for k, a in enumerate(figures["acceptance_by_position"]) if a is not None]
+        if points:
+            axis.plot(*zip(*points), color=_COLOURS[i % 7], marker=_MARKERS[i % 7], label=name)
+    axis.set(xlabel="position in the block", ylabel="accepted, given that all before were", ylim=(0, 1))
+    axis.legend(fontsize=8)
+    return figure
+
+
+def sweep_curves(sweeps: dict[str, list[dict[str, float]]]):
+    """Acceptance rate and accepted length against the confidence threshold (paper Fig. 5)."""
+    figure, (left, right) = _figure(2, 4.6, 3.8)
+    for i, (name, sweep) in enumerate(sweeps.items()):
+        style = {"color": _COLOURS[i % 7], "marker": _MARKERS[i % 7], "markersize": 3, "label": name}
+        thresholds = [point["threshold"] for point in sweep]
+        left.plot(thresholds, [point["acceptance_rate"] for point in sweep], **style)
+        right.plot(thresholds, [point["accept_length"] for point in sweep], **style)
+    left.set(xlabel="confidence threshold", ylabel="accepted share of the verified drafts", ylim=(0, 1))
+    right.set(xlabel="confidence threshold", ylabel="τ, tokens committed a round")
+    right.set_ylim(bottom=1)
+    left.legend(fontsize=8)
+    return figure

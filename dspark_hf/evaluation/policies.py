@@ -1,0 +1,74 @@
+"""Admission policies by name, for commands that compare them.
+
+Owns: the names, setting a policy for a while. Does not own: the policies (`scheduling`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers import PreTrainedModel
+
+from ..decoding.candidates import scheduled
+from ..decoding.profiling import step_rates_of
+from ..drafting_dspark import Admission
+from ..modeling_dspark import DSparkDraftModel
+from ..scheduling.admission import ConfidenceThreshold, FixedLength, LaggedScheduler, ThroughputScheduler
+
+OWN = "own"
+NAMES = "own, full, fixed:N, threshold:T, throughput, lagged, lookahead"
+
+
+def check_policy(name: str) -> None:
+    """Refuse a name that `make_policy` would, before anything is loaded."""
+    if _fixed_policy(name) is None and name not in (OWN, "full", "throughput", "lagged", "lookahead"):
+        raise ValueError(f"There is no policy {name!r}. Allowed: {NAMES}.")
+
+
+def _fixed_policy(name: str) -> FixedLength | ConfidenceThreshold | None:
+    kind, _, number = name.partition(":")
+    try:
+        if kind == "fixed":
+            return FixedLength(int(number))
+        if kind == "threshold":
+            return ConfidenceThreshold(float(number))
+    except ValueError as error:
+        raise ValueError(f"Policy {name!r}: {error} Write for example fixed:3 or threshold:0.4.") from None
+    return None
+
+
+def make_policy(name: str, target: PreTrainedModel, drafter: DSparkDraftModel) -> Admission:
+    """The policy of a name: full (all γ tokens), fixed:3, threshold:0.4, throughput (Algorithm 1), lagged, lookahead.
+
+    Raises:
+        ValueError: another name, or a number that is not allowed.
+    """
+    check_policy(name)
+    if (fixed := _fixed_policy(name)) is not None:
+        return fixed
+    if name == "full":
+        return FixedLength(drafter.config.num_draft_tokens)
+    if name == "throughput":
+        return ThroughputScheduler(step_rates_of(target, drafter))
+    if name == "lagged":
+        return LaggedScheduler(step_rates_of(target, drafter))
+    return scheduled(target, drafter)
+
+
+@contextmanager
+def using_policy(name: str, target: PreTrainedModel, drafter: DSparkDraftModel) -> Iterator[None]:
+    """Decode with the named policy inside the block ("own": as the drafter is set); afterwards all is as before."""
+    if name == OWN:
+        yield
+        return
+    config, length = drafter.generation_config, drafter.config.num_draft_tokens
+    before = drafter.admission, config.num_assistant_tokens
+    policy = make_policy(name, target, drafter)
+    # A fixed length's block is made no longer than it needs to be.
+    config.num_assistant_tokens = min(policy.length, length) if isinstance(policy, FixedLength) else length
+    drafter.admission = policy
+    try:
+        yield
+    finally:
+        drafter.admission, config.num_assistant_tokens = before
