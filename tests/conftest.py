@@ -127,6 +127,14 @@ def threads(request):
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def own_step_rates(request, monkeypatch, tmp_path_factory):
+    """Tables of tiny models do not go into the user's cache."""
+    if not request.node.get_closest_marker("real"):
+        folder = tmp_path_factory.mktemp("cache")
+        monkeypatch.setattr("dspark_hf.scheduling.step_rates.cache_folder", lambda: folder)
+
+
 @pytest.fixture
 def target():
     return make_target()

@@ -70,13 +70,14 @@ def test_bench(pair, monkeypatch, capsys, tmp_path):
     lines = [{"domain": d, "prompt": f"w5 w{6 + i}"} for i, d in enumerate(["math", "code", "chat"])]
     prompts.write_text("\n".join(map(json.dumps, lines)))
     arguments = ["bench", "--prompts", prompts, "--max-new-tokens", 8, "--json", tmp_path / "b.json", *names(pair)]
+    arguments += ["--policies", "fixed:1,throughput"]
     code, out, _ = run(monkeypatch, capsys, *arguments)
     assert code == 0
     assert "macro speed-up" in out
     figures = json.loads((tmp_path / "b.json").read_text())["domains"]
     assert set(figures) == {"math", "code", "chat", "all"}
     for domain in figures.values():
-        for method in ("plain", "dspark", "prompt_lookup"):
+        for method in ("plain", "plain_tuned", "dspark", "prompt_lookup", "fixed:1", "throughput"):
             assert domain[method]["tokens_per_second"] > 0
         assert domain["dspark"]["identical_share"] == 1.0
         assert domain["dspark"]["accept_length"] >= 1.0
@@ -160,7 +161,7 @@ def test_ctrl_c(pair, monkeypatch, capsys):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("command", ["train", "generate", "race", "bench"])
+@pytest.mark.parametrize("command", ["train", "generate", "race", "bench", "profile", "calibrate", "eval"])
 def test_help_has_an_example(command, monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, command, "--help")
     assert code == 0

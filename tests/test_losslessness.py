@@ -11,7 +11,16 @@ from conftest import make_drafter, make_target, prompt_ids
 from scipy.stats import chisquare
 from transformers import LogitsProcessorList
 
-from dspark_hf import ConfidenceThreshold, FixedLength, drafting_dspark
+from dspark_hf import (
+    ConfidenceThreshold,
+    Expectation,
+    FixedLength,
+    LaggedScheduler,
+    LookaheadScheduler,
+    StepRates,
+    ThroughputScheduler,
+    drafting_dspark,
+)
 from dspark_hf.decoding import sampling
 from dspark_hf.decoding.verification import verify_block, verify_greedy
 
@@ -93,6 +102,27 @@ def exact_distribution(target, ids, horizon, arguments):
     return distribution
 
 
+def rates(*seconds, draft: float = 0.0) -> StepRates:
+    """A table that live rounds don't change, so that every run of an enumeration decides alike."""
+    rows = list(range(1, len(seconds) + 1))
+    table = StepRates(rows, [1], [list(seconds)], [[0.0] * len(rows)], [draft] * len(rows), 0.0)
+    table.live = False
+    return table
+
+
+# Vocabulary 4 and such costs that each of these sometimes cuts, parks or pads.
+SCHEDULERS = {
+    "throughput": ThroughputScheduler(rates(1.0, 1.35, 1.4)),
+    "throughput-padded": ThroughputScheduler(rates(1.0, 1.6, 1.3)),
+    "lagged": LaggedScheduler(rates(1.0, 1.3, 1.9)),
+    "lagged-by-one": LaggedScheduler(rates(1.0, 1.3, 1.9), lag=1),
+    "lookahead": LookaheadScheduler(rates(1.0, 1.4, 1.5), Expectation([0.6, 0.5], 0.5)),
+    "lookahead-padded": LookaheadScheduler(rates(1.0, 1.6, 1.3), Expectation([0.6, 0.5], 0.5)),
+    # One rejection convinces it, so that it parks within the horizon.
+    "lookahead-parking": LookaheadScheduler(rates(1.0, 1.2, 1.4, draft=0.2), Expectation([0.6, 0.5], information=0.1)),
+}
+
+
 @pytest.mark.parametrize(
     ("policy", "arguments"),
     [
@@ -100,13 +130,14 @@ def exact_distribution(target, ids, horizon, arguments):
         (FixedLength(3), {"temperature": 0.7, "top_p": 0.9}),
         (ConfidenceThreshold(0.5), {}),
         (ConfidenceThreshold(0.35, cumulative=True), {"top_k": 3, "repetition_penalty": 1.3}),
+        *((policy, {"temperature": 0.8}) for policy in SCHEDULERS.values()),
     ],
-    ids=["fixed", "fixed-warped", "threshold", "cumulative-penalty"],
+    ids=["fixed", "fixed-warped", "threshold", "cumulative-penalty", *SCHEDULERS],
 )
 @pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
 def test_sampled_distribution_is_exact(policy, arguments, reduced, monkeypatch):
     """Vocabulary 4, horizon 3: every outcome of drafting and acceptance, through generate() itself."""
-    vocab, horizon = 4, 3
+    vocab, horizon = 4, 4 if policy is SCHEDULERS["lookahead-parking"] else 3
     target = make_target(seed=5, vocab_size=vocab, num_hidden_layers=3, initializer_range=0.2)
     drafter = make_drafter(
         target,
@@ -130,11 +161,18 @@ def test_sampled_distribution_is_exact(policy, arguments, reduced, monkeypatch):
     def run():
         return target.generate(ids, max_new_tokens=horizon, assistant_model=drafter, **arguments)[0, 4:]
 
-    found, drafted = defaultdict(float), 0
+    found, drafted, parked, padded = defaultdict(float), 0, 0, 0
     for tokens, weight in enumerator.outcomes(run):
         found[tuple(tokens.tolist())] += weight
-        drafted += sum(drafter.last_generation.drafted)
+        stats = drafter.last_generation
+        drafted += sum(stats.drafted)
+        parked += stats.parked_rounds
+        padded += sum(r.rows > r.drafted + 1 for r in stats.history)
     assert drafted > 0
+    if policy is SCHEDULERS["lookahead-parking"]:
+        assert parked > 0
+    if policy in (SCHEDULERS["throughput-padded"], SCHEDULERS["lookahead-padded"]):
+        assert padded > 0
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
     for tokens, probability in wanted.items():
         assert found[tokens] == pytest.approx(probability, abs=1e-9)

@@ -118,6 +118,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.max_length = generation_config.max_length
         self.admission, self.max_tokens = self._policy(target)
         self.planned = 0  # tokens that this round's block was made for
+        self.parked = False  # whether that is 0 by the policy's choice
 
     def _policy(self, target: PreTrainedModel):
         """The admission policy and the cap of drafted tokens a round, from the drafter's settings."""
@@ -146,8 +147,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         limit = min(room, self.max_tokens)
         if self.context.end == self.context.start:
             limit = 0
+        self.parked = False
         if limit > 0 and isinstance(self.admission, RoundPolicy):
             limit = self.admission.begin_round(length - 1, limit)
+            self.parked = limit == 0
         self.planned = max(limit, 0)
         return self.planned
 

@@ -145,6 +145,7 @@ class _Loop:
         candidates.observe(features[:, :committed])
         record = RoundRecord(
             planned,
+            candidates.parked,
             drafted,
             min(int(choice.verification.num_accepted), committed),
             rows,

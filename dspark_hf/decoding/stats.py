@@ -24,10 +24,13 @@ def synchronize(device: torch.device) -> None:
 class RoundRecord:
     """One round: block length planned (0: a plain step), tokens drafted, accepted, and the rows of the target's forward.
 
+    parked: the plain step was the policy's choice, not for want of room.
+
     survival: (a_1, a_2, ...) that the policy read, calibrated. confidence_logits: [K], not calibrated; `None` without a head.
     """
 
     planned: int
+    parked: bool
     drafted: int
     accepted: int
     rows: int
@@ -87,6 +90,7 @@ class GenerationStats:
     def count_round(self, record: RoundRecord) -> None:
         """Record one verified round."""
         self.rounds += 1
+        self.parked_rounds += record.parked
         for counts, number in (
             (self.drafted, record.drafted),
             (self.verified, record.drafted),
@@ -101,7 +105,7 @@ class GenerationStats:
         record = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "history"}
         derived = ("accept_length", "other_seconds", "tokens_per_second", "acceptance_by_position")
         record |= {name: getattr(self, name) for name in derived}
-        names = ("planned", "drafted", "accepted", "rows", "survival")
+        names = ("planned", "parked", "drafted", "accepted", "rows", "survival")
         return record | {"history": [{name: getattr(r, name) for name in names} for r in self.history]}
 
     @contextmanager

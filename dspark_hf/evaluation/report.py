@@ -11,23 +11,21 @@ from rich.text import Text
 from ..scheduling.step_rates import StepRates
 from .calibrate import CalibrationReport
 
-_BENCH_COLUMNS = tuple(
-    [
-        "domain",
-        "plain",
-        "tuned",
-        "×",
-        "DSpark",
-        "×",
-        "lookup",
-        "×",
-        "τ",
-        "draft",
-        "verify",
-        "other",
-        "ceiling",
-        "identical",
-    ]
+_BENCH_COLUMNS = (
+    "domain",
+    "plain",
+    "tuned",
+    "×",
+    "DSpark",
+    "×",
+    "lookup",
+    "×",
+    "τ",
+    "draft",
+    "verify",
+    "other",
+    "ceiling",
+    "identical",
 )
 
 

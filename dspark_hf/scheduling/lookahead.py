@@ -83,15 +83,15 @@ class LookaheadScheduler:
         value, best = max((self._block_value(n), -n) for n in range(1, limit + 1))
         best = -best
         if value > 0 or not self.gate:
-            self._interval = 0
-        elif self._wait > 0:
-            self._wait -= 1
+            self._interval = self._wait = 0
+        elif self._interval and not self._wait:
+            self._interval = self._wait = min(2 * self._interval, _LONGEST_WAIT)
+            self.num_probes += 1
+        else:
+            self._interval = self._interval or _FIRST_WAIT
+            self._wait = (self._wait or self._interval) - 1
             self.num_parked += 1
             best = 0
-        else:
-            self._interval = min(max(2 * self._interval, _FIRST_WAIT), _LONGEST_WAIT)
-            self._wait = self._interval
-            self.num_probes += 1
         self._limit = best
         return best
 
@@ -160,7 +160,8 @@ class LookaheadScheduler:
         self.step_rates.observe(outcome)
         other = max(outcome.seconds - outcome.draft_seconds - outcome.verify_seconds, 0.0)
         plain = self.step_rates.cost(1, outcome.depth)
-        self._overhead += 0.1 * (min(other, plain) - self._overhead)
+        if self.step_rates.live:
+            self._overhead += 0.1 * (min(other, plain) - self._overhead)
         if self._seconds == 0.0:
             self._seconds = _PRIOR_TOKENS * (plain + self._overhead)
         self._tokens += outcome.committed

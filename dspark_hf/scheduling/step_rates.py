@@ -36,7 +36,8 @@ class StepRates:
     rows: B of each column, ascending from 1. depths: context tokens of each line, ascending.
     target_seconds, target_spread: median and interquartile range of one target forward, [depths][rows].
     block_seconds: the drafter's parallel stage for at most K = 1..γ tokens, with base logits and the first confidence.
-    draft_step_seconds: one step of the sequential loop. key: what the table holds for.
+    draft_step_seconds: one step of the sequential loop. key: what the table holds for. live: whether rounds correct it;
+    `False` makes sampled output repeatable with a seed.
     """
 
     rows: list[int]
@@ -64,6 +65,7 @@ class StepRates:
                 "StepRates: rows and depths must ascend, rows from 1, with a positive number of seconds for each pair; "
                 f"got rows {self.rows} and depths {self.depths}."
             )
+        self.live = True
         self._speed = {"target": 1.0, "draft": 1.0}
         self._row_factor = [1.0] * len(self.rows)
         self._index = {b: i for i, b in enumerate(self.rows)}
@@ -126,7 +128,12 @@ class StepRates:
     # -- live correction ---------------------------------------------------------------------------------------------
 
     def observe(self, outcome: RoundOutcome) -> None:
-        """Let one live round correct the table slowly; a whole machine that became slower is taken over faster."""
+        """Let one live round correct the table slowly; a whole machine that became slower is taken over faster.
+
+        Nothing happens where `live` is `False`: decisions then depend on the stored table alone.
+        """
+        if not self.live:
+            return
         rows = outcome.rows
         ratio = _bounded(outcome.verify_seconds / self.measured(rows, outcome.depth))
         self._speed["target"] *= ratio**_GLOBAL_PACE

@@ -1,0 +1,160 @@
+"""The step-rate table: reading, correcting, keeping it, and measuring one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import make_drafter, make_target, prompt_ids
+from test_admission import outcome
+
+from dspark_hf import DSparkDraftModel, StepRates, scheduled, step_rates_of
+from dspark_hf.decoding import profiling
+from dspark_hf.decoding.profiling import ProfilePlan, measure_step_rates, table_key
+from dspark_hf.scheduling.step_rates import load_step_rates, table_path
+
+JAGGED = {1: 0.062, 2: 0.096, 3: 0.119, 4: 0.096, 6: 0.086, 8: 0.091}
+
+
+def test_cost_is_monotone_and_the_measured_curve_stays_jagged():
+    rates = StepRates.of_target(JAGGED)
+    assert [rates.measured(b, 1) for b in JAGGED] == list(JAGGED.values())
+    costs = [rates.cost(b, 1) for b in range(1, 9)]
+    assert costs == sorted(costs)
+    assert rates.cost(2, 1) == rates.cost(4, 1) == 0.086
+    assert rates.padded_rows(3, 1) == 6
+    assert rates.padded_rows(1, 1) == 1
+    assert rates.padded_rows(6, 1) == 6
+    assert rates.cost(5, 1) == pytest.approx(0.086)
+    assert rates.measured(16, 1) > rates.measured(8, 1)
+
+
+def test_depths_are_interpolated():
+    rates = StepRates([1, 2], [100, 300], [[1.0, 2.0], [2.0, 4.0]], [[0.0, 0.0]] * 2, [0.5, 0.6], 0.1)
+    assert rates.cost(1, 10) == rates.cost(1, 100) == 1.0
+    assert rates.cost(2, 200) == pytest.approx(3.0)
+    assert rates.cost(1, 500) == pytest.approx(3.0)
+    assert rates.draft_cost(2, 1) == pytest.approx(0.7)
+    assert rates.draft_cost(0, 0) == 0.0
+    assert rates.round_cost(1, 1, 2, 100) == pytest.approx(2.6)
+
+
+def test_live_rounds_correct_slowly():
+    rates = StepRates([1, 2], [1], [[1.0, 2.0]], [[0.0, 0.0]], [0.5], 0.0)
+    rates.observe(outcome([], drafted=1, rows=2, limit=1, draft_seconds=0.5, verify_seconds=4.0))
+    assert 2.0 < rates.cost(2, 1) < 2.6
+    for _ in range(200):
+        rates.observe(outcome([], drafted=1, rows=2, limit=1, draft_seconds=1.0, verify_seconds=4.0))
+    assert rates.cost(2, 1) == pytest.approx(4.0, rel=0.02)
+    assert rates.draft_cost(1, 1) == pytest.approx(1.0, rel=0.02)
+    assert rates.cost(1, 1) > 1.1  # the whole machine is taken to be slower
+    assert rates.target_seconds == [[1.0, 2.0]]  # what is kept in the file stays what was measured
+    rates.live = False
+    before = rates.cost(2, 1)
+    rates.observe(outcome([], drafted=1, rows=2, verify_seconds=40.0))
+    assert rates.cost(2, 1) == before
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rows": [2, 3]},
+        {"rows": [1, 1]},
+        {"depths": []},
+        {"target_seconds": [[1.0]]},
+        {"target_seconds": [[1.0, float("nan")]]},
+        {"target_seconds": [[1.0, 0.0]]},
+    ],
+)
+def test_bad_tables(values):
+    good = {"rows": [1, 2], "depths": [1], "target_seconds": [[1.0, 2.0]], "target_spread": [[0.0, 0.0]]}
+    with pytest.raises(ValueError, match="StepRates"):
+        StepRates(**good | {"block_seconds": [], "draft_step_seconds": 0.0} | values)
+
+
+def test_a_table_is_kept_and_read_again(caplog):
+    rates = StepRates([1, 2], [1], [[1.0, 2.0]], [[0.1, 0.1]], [0.5], 0.01, key={"device": "here"})
+    assert load_step_rates(rates.key) is None
+    path = rates.save()
+    assert load_step_rates(rates.key) == rates
+    assert load_step_rates({"device": "there"}) is None
+    assert not list(path.parent.glob("*.tmp"))
+    path.write_text(path.read_text()[:40])
+    assert load_step_rates(rates.key) is None
+    assert "measured anew" in caplog.text
+    path.write_text("[]")
+    assert load_step_rates(rates.key) is None
+
+
+def test_measuring_a_tiny_pair(target, drafter):
+    rates = measure_step_rates(target, drafter, ProfilePlan((1, 2, 3, 5), (16, 64), sweeps=2))
+    assert rates.rows == [1, 2, 3, 5]
+    assert rates.depths == [16, 64]
+    assert len(rates.block_seconds) == drafter.config.num_draft_tokens
+    assert all(s > 0 for line in rates.target_seconds for s in line)
+    assert rates.key == table_key(target, drafter)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_moe"])
+def test_measuring_other_families(family):
+    target = make_target(family, dtype=torch.float32)
+    rates = measure_step_rates(target, make_drafter(target), ProfilePlan((1, 2), (40,), sweeps=1))
+    assert rates.depths == [40]
+
+
+def test_a_plan_that_does_not_fit(target, drafter):
+    with pytest.raises(ValueError, match="context of 256"):
+        measure_step_rates(target, drafter, ProfilePlan((1,), (4096,)))
+    with pytest.raises(ValueError, match="at least 1"):
+        ProfilePlan((0,), (8,))
+
+
+def calibrated(drafter: DSparkDraftModel) -> DSparkDraftModel:
+    length = drafter.config.num_draft_tokens
+    drafter.config.confidence_temperatures = [1.0] * length
+    drafter.config.expected_acceptance = [0.5] * length
+    return drafter
+
+
+def test_first_use_measures_once_and_says_where(target, drafter, monkeypatch, caplog):
+    calls = []
+    real = profiling.measure_step_rates
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(profiling, "measure_step_rates", counted)
+    arguments = {"max_new_tokens": 8, "do_sample": False}
+    plain = target.generate(prompt_ids(), **arguments)
+    for _ in range(2):
+        fast = target.generate(prompt_ids(), assistant_model=calibrated(drafter), **arguments)
+        assert torch.equal(plain, fast)
+    assert drafter.last_generation.policy == "LookaheadScheduler"
+    assert len(calls) == 1
+    assert str(table_path(table_key(target, drafter))) in caplog.text
+    another = calibrated(make_drafter(target))
+    assert step_rates_of(target, another).target_seconds == drafter.step_rates.target_seconds
+    assert len(calls) == 1
+
+
+def test_a_table_holds_for_its_circumstances(target, drafter):
+    key = table_key(target, drafter)
+    assert key == table_key(target, calibrated(drafter))  # calibration changes no cost
+    drafter.skinny_linear = False
+    assert key != table_key(target, drafter)
+    drafter.skinny_linear = True
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    assert key != table_key(target, drafter)
+    torch.set_num_threads(threads)
+    assert key != table_key(make_target(vocab_size=30), drafter)
+
+
+def test_scheduled_for_a_drafter_without_confidence(target):
+    drafter = make_drafter(target, enable_confidence_head=False)
+    drafter.admission = scheduled(target, drafter)
+    arguments = {"max_new_tokens": 20, "do_sample": False}
+    assert torch.equal(
+        target.generate(prompt_ids(), **arguments), target.generate(prompt_ids(), assistant_model=drafter, **arguments)
+    )
+    assert drafter.last_generation.policy == "LookaheadScheduler"
