@@ -91,7 +91,9 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self._target_head: list[nn.Module] = []
         self.admission: Admission | None = None
         self.step_rates: Any = None  # see scheduling.step_rates; loaded or measured at first need
-        self.skinny_linear = True  # see decoding.skinny_linear
+        self.skinny_linear = True  # see decoding.linear_layers
+        self.packed_weights = True  # whether that may keep copies of the target's weights
+        self.linear_layers: Any = None
         self.last_generation: Any = None
         self.post_init()
         self.generation_config = GenerationConfig(

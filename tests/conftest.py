@@ -127,12 +127,18 @@ def threads(request):
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session")
+def linear_choices(tmp_path_factory):
+    return tmp_path_factory.mktemp("linear_layers")
+
+
 @pytest.fixture(autouse=True)
-def own_step_rates(request, monkeypatch, tmp_path_factory):
-    """Tables of tiny models do not go into the user's cache."""
+def own_cache(request, monkeypatch, tmp_path_factory, linear_choices):
+    """What is measured of tiny models does not go into the user's cache."""
     if not request.node.get_closest_marker("real"):
         folder = tmp_path_factory.mktemp("cache")
         monkeypatch.setattr("dspark_hf.scheduling.step_rates.cache_folder", lambda: folder)
+        monkeypatch.setattr("dspark_hf.decoding.linear_layers.cache_folder", lambda: linear_choices)
 
 
 @pytest.fixture

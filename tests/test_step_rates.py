@@ -137,7 +137,9 @@ def test_first_use_measures_once_and_says_where(target, drafter, monkeypatch, ca
     assert len(calls) == 1
 
 
-def test_a_table_holds_for_its_circumstances(target, drafter):
+def test_a_table_holds_for_its_circumstances():
+    target = make_target(dtype=torch.float32)
+    drafter = make_drafter(target)
     key = table_key(target, drafter)
     assert key == table_key(target, calibrated(drafter))  # calibration changes no cost
     drafter.skinny_linear = False

@@ -30,8 +30,8 @@ from ..drafting_dspark import DraftBlock, scores_dtype
 from ..modeling_dspark import DSparkDraftModel
 from .candidates import DSparkCandidateGenerator, context_of, keep_context
 from .compat import CACHE_ARGUMENT, cache_of
+from .linear_layers import tuned
 from .sampling import process_rows
-from .skinny_linear import skinny_linears
 from .stats import GenerationStats, RoundRecord, synchronize
 from .targets import TargetTaps
 from .verification import Verification, verify_block, verify_greedy
@@ -61,7 +61,8 @@ def speculative_decoding(
 ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
     """Decode one sequence; arguments and result as in transformers' `_assisted_decoding`."""
     loop = _Loop(target, logits_processor, stopping_criteria, generation_config, drafter, streamer)
-    with loop.stats.timed("total"), skinny_linears([target, drafter, *drafter.bound_heads()], drafter.skinny_linear):
+    drafter.bind_target(target)
+    with tuned(target, drafter), loop.stats.timed("total"):
         return loop.run(input_ids, model_kwargs)
 
 

@@ -30,7 +30,7 @@ from ..modeling_dspark import DSparkDraftModel
 from ..scheduling.admission import FixedLength
 from ..scheduling.step_rates import StepRates, load_step_rates
 from .compat import CACHE_ARGUMENT
-from .skinny_linear import skinny_linears
+from .linear_layers import linear_layers_of, tuned
 from .stats import synchronize
 
 logger = logging.get_logger(__name__)
@@ -74,7 +74,7 @@ def table_key(target: PreTrainedModel, drafter: DSparkDraftModel) -> dict[str, A
         "drafter_device": drafter.device.type,
         "attention": str(target.config._attn_implementation),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
-        "skinny_linear": drafter.skinny_linear,
+        "linear_layers": linear_layers_of(target, drafter).digest,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
@@ -128,7 +128,7 @@ def measure_step_rates(
     if not depths:
         raise ValueError(f"No depth of {list(plan.depths)} fits the target's context of {context} tokens.")
     rows = sorted({1, *plan.rows})
-    with skinny_linears([target, drafter, *drafter.bound_heads()], drafter.skinny_linear):
+    with tuned(target, drafter):
         runs: dict[tuple, Callable[[], None]] = {}
         for depth in depths:
             cache = _filled_cache(target, depth)

@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..decoding.skinny_linear import skinny_linears
+from ..decoding.linear_layers import tuned
 from ..decoding.stats import GenerationStats
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
@@ -129,10 +129,9 @@ def _methods(
 
         return run
 
-    def plain(tuned: bool, **arguments: Any):
+    def plain(with_tuned_layers: bool, **arguments: Any):
         def run(ids: list[int], options: DecodingOptions):
-            layers = skinny_linears([model]) if tuned else contextlib.nullcontext()
-            with torch.no_grad(), layers:
+            with torch.no_grad(), tuned(model, drafter, [model]) if with_tuned_layers else contextlib.nullcontext():
                 return timed_generate(model, ids, options, **arguments)
 
         return run
