@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -136,3 +137,14 @@ def test_decoding_with_each_form(form):
     fast = target.generate(prompt_ids(), max_new_tokens=30, do_sample=False, assistant_model=drafter)
     assert torch.equal(plain, fast)
     assert not any("forward" in vars(m) for m in (*target.modules(), *drafter.modules()))
+
+
+@needs_packing
+def test_a_drafter_with_packed_copies_can_be_copied(tmp_path):
+    target = make_target(dtype=torch.float32)
+    drafter = make_drafter(target)
+    layers = linear_layers_of(target, drafter)
+    layers.packed(target.lm_head)
+    again = copy.deepcopy(drafter)
+    assert again.linear_layers.choices == layers.choices
+    drafter.save_pretrained(tmp_path)

@@ -7,8 +7,9 @@ import importlib.util
 import pytest
 import torch
 
-from dspark_hf.evaluation.speed import bench_prompts
+from dspark_hf.evaluation.prompt_sets import first_of_each_domain, load_conversations
 from dspark_hf.pairs import DEFAULT_TARGET, drafter_folder, load_drafter, load_target, resolve_target
+from dspark_hf.texts import encode_messages
 
 
 def available() -> bool:
@@ -22,6 +23,12 @@ def available() -> bool:
 pytestmark = [pytest.mark.real, pytest.mark.skipif(not available(), reason="the default pair is not here")]
 
 
+def bench_prompts(target, limit=None):
+    """(domain, token ids) of our own prompts."""
+    chosen = first_of_each_domain(load_conversations(None), limit)
+    return [(c.domain, encode_messages(target.tokenizer, c.messages)) for c in chosen]
+
+
 @pytest.fixture(scope="module")
 def real_pair():
     target = load_target()
@@ -31,8 +38,8 @@ def real_pair():
 def test_greedy_is_identical_on_every_bench_prompt(real_pair):
     """24 tokens of each; `dspark-hf bench` compares whole answers. A difference must be a tie of the target's."""
     target, drafter = real_pair
-    for prompt in bench_prompts(target):
-        ids = torch.tensor([prompt.input_ids])
+    for domain, prompt in bench_prompts(target):
+        ids = torch.tensor([prompt])
         arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
         plain = target.model.generate(ids, **arguments)
         fast = target.model.generate(ids, assistant_model=drafter, **arguments)
@@ -40,21 +47,23 @@ def test_greedy_is_identical_on_every_bench_prompt(real_pair):
             same = int((plain[0, : fast.shape[1]] != fast[0, : plain.shape[1]]).nonzero()[0])
             with torch.no_grad():
                 best = target.model(input_ids=plain[:, :same]).logits[0, -1].topk(2).values
-            assert float(best[0] - best[1]) < 1e-3, f"differs at {same} without a tie: {prompt}"
+            assert float(best[0] - best[1]) < 1e-3, f"differs at {same} without a tie: {domain}"
 
 
 def test_the_shipped_drafter_is_worth_it(real_pair):
     """More than one token a round in every domain, and a package under 40 MB."""
     target, drafter = real_pair
     lengths: dict[str, list[float]] = {}
-    for prompt in bench_prompts(target, limit=2):
-        ids = torch.tensor([prompt.input_ids])
+    for domain, prompt in bench_prompts(target, limit=2):
+        ids = torch.tensor([prompt])
         target.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False, assistant_model=drafter
         )
-        lengths.setdefault(prompt.domain, []).append(drafter.last_generation.accept_length)
+        lengths.setdefault(domain, []).append(drafter.last_generation.accept_length)
     assert set(lengths) == {"math", "code", "chat"}
     assert all(sum(values) / len(values) > 1.1 for values in lengths.values())
+    assert drafter.config.is_calibrated
+    assert drafter.last_generation.policy == "LookaheadScheduler"
     size = sum(p.numel() for p in drafter.parameters()) * 2
     assert size < 40e6
 

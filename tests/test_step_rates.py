@@ -160,3 +160,14 @@ def test_scheduled_for_a_drafter_without_confidence(target):
         target.generate(prompt_ids(), **arguments), target.generate(prompt_ids(), assistant_model=drafter, **arguments)
     )
     assert drafter.last_generation.policy == "LookaheadScheduler"
+
+
+def test_generate_finds_the_table_that_profile_kept():
+    """Also where linear layers are swapped while it decodes (float32 on a CPU)."""
+    target = make_target(dtype=torch.float32)
+    profiled = measure_step_rates(target, make_drafter(target), ProfilePlan((1, 2, 3, 4, 5, 9), (16,), sweeps=1))
+    profiled.save()
+    drafter = calibrated(make_drafter(target))
+    target.generate(prompt_ids(), max_new_tokens=6, do_sample=False, assistant_model=drafter)
+    assert drafter.step_rates.rows == profiled.rows
+    assert drafter.step_rates.key == table_key(target, drafter)

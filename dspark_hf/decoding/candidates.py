@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import CandidateGenerator
 from transformers.utils import logging
 
-from ..drafting_dspark import DraftBlock
+from ..drafting_dspark import Admission, DraftBlock
 from ..modeling_dspark import DSparkDraftModel
 from ..scheduling.admission import ConfidenceThreshold, FixedLength, RoundOutcome, RoundPolicy
 from ..scheduling.lookahead import Expectation, LookaheadScheduler
@@ -97,6 +97,34 @@ def scheduled(target: PreTrainedModel, drafter: DSparkDraftModel) -> LookaheadSc
     )
 
 
+@dataclass(frozen=True)
+class Policy:
+    """The admission policy of one generation, and the most tokens drafted a round."""
+
+    admission: Admission
+    cap: int
+
+
+def policy_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> Policy:
+    """From the drafter's settings: `admission`, else a confidence threshold, else the scheduler where it is calibrated.
+
+    Raises:
+        ValueError: a negative `num_assistant_tokens`.
+    """
+    config, most = drafter.generation_config, drafter.config.num_draft_tokens
+    cap = most if config.num_assistant_tokens is None else min(config.num_assistant_tokens, most)
+    if cap < 0:
+        raise ValueError(f"num_assistant_tokens must be at least 0, got {cap}.")
+    admission, threshold = drafter.admission, config.assistant_confidence_threshold or 0.0
+    if admission is None and threshold > 0:
+        admission = ConfidenceThreshold(threshold)
+    if admission is None and cap and drafter.config.is_calibrated:
+        admission = scheduled(target, drafter)
+    if admission is None:
+        admission = FixedLength(cap)
+    return Policy(admission.fresh() if isinstance(admission, RoundPolicy) else admission, cap)
+
+
 class DSparkCandidateGenerator(CandidateGenerator):
     """Drafts one block a round. The loop tells it the features of every committed token through `observe`."""
 
@@ -110,31 +138,17 @@ class DSparkCandidateGenerator(CandidateGenerator):
         logits_processor: LogitsProcessorList,
         context: DraftContext,
         generator: torch.Generator | None = None,
+        policy: Policy | None = None,
     ) -> None:
         drafter.bind_target(target)
         self.drafter, self.context, self.generator = drafter, context, generator
         self.do_sample = bool(generation_config.do_sample)
         self.logits_processor = logits_processor
         self.max_length = generation_config.max_length
-        self.admission, self.max_tokens = self._policy(target)
+        policy = policy or policy_of(target, drafter)
+        self.admission, self.max_tokens = policy.admission, policy.cap
         self.planned = 0  # tokens that this round's block was made for
         self.parked = False  # whether that is 0 by the policy's choice
-
-    def _policy(self, target: PreTrainedModel):
-        """The admission policy and the cap of drafted tokens a round, from the drafter's settings."""
-        config = self.drafter.generation_config
-        cap = config.num_assistant_tokens
-        cap = self.drafter.config.num_draft_tokens if cap is None else min(cap, self.drafter.config.num_draft_tokens)
-        if cap < 0:
-            raise ValueError(f"num_assistant_tokens must be at least 0, got {cap}.")
-        policy, threshold = self.drafter.admission, config.assistant_confidence_threshold or 0.0
-        if policy is None and threshold > 0:
-            policy = ConfidenceThreshold(threshold)
-        if policy is None and cap and self.drafter.config.is_calibrated:
-            policy = scheduled(target, self.drafter)
-        if policy is None:
-            policy = FixedLength(cap)
-        return policy.fresh() if isinstance(policy, RoundPolicy) else policy, cap
 
     def observe(self, features: torch.Tensor) -> None:
         """Tapped features of tokens just committed, [1, S, m * d_target]."""

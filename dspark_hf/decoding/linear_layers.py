@@ -93,6 +93,10 @@ class LinearLayers:
         self.choices = choices or {}
         self._packed: weakref.WeakKeyDictionary[nn.Linear, tuple] = weakref.WeakKeyDictionary()
 
+    def __reduce__(self):
+        """Copies and pickles carry the choices; packed weights are made anew."""
+        return LinearLayers, (self.choices,)
+
     @property
     def digest(self) -> str:
         """Tells one set of choices from another."""
@@ -156,10 +160,10 @@ def linear_layers_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> Line
         for module in model.modules():
             if _can_swap(module):
                 groups.setdefault(_shape(module), []).append(module)  # type: ignore[arg-type, union-attr]
+    if drafter.linear_layers is not None and groups.keys() <= drafter.linear_layers.choices.keys():
+        return drafter.linear_layers  # also where they are swapped in already, so that none is left to swap
     if not groups:
         return LinearLayers()
-    if drafter.linear_layers is not None and groups.keys() <= drafter.linear_layers.choices.keys():
-        return drafter.linear_layers
     size = sum(m.weight.numel() * m.weight.element_size() for group in groups.values() for m in group)
     may_pack = drafter.packed_weights and can_pack() and size <= _MOST_MEMORY * psutil.virtual_memory().available
     drafter.linear_layers = LinearLayers(_stored_choices(groups, may_pack))

@@ -28,7 +28,7 @@ from transformers.utils import ModelOutput
 
 from ..drafting_dspark import DraftBlock, scores_dtype
 from ..modeling_dspark import DSparkDraftModel
-from .candidates import DSparkCandidateGenerator, context_of, keep_context
+from .candidates import DSparkCandidateGenerator, context_of, keep_context, policy_of
 from .compat import CACHE_ARGUMENT, cache_of
 from .linear_layers import tuned
 from .sampling import process_rows
@@ -60,17 +60,20 @@ def speculative_decoding(
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
     """Decode one sequence; arguments and result as in transformers' `_assisted_decoding`."""
-    loop = _Loop(target, logits_processor, stopping_criteria, generation_config, drafter, streamer)
     drafter.bind_target(target)
+    policy = policy_of(target, drafter)  # measures this machine at first use
+    loop = _Loop(target, logits_processor, stopping_criteria, generation_config, drafter, streamer, policy)
     with tuned(target, drafter), loop.stats.timed("total"):
         return loop.run(input_ids, model_kwargs)
 
 
 class _Loop:
-    def __init__(self, target, logits_processor, stopping_criteria, generation_config, drafter, streamer) -> None:
-        self.target, self.drafter, self.streamer = target, drafter, streamer
+    def __init__(
+        self, target, logits_processor, stopping_criteria, generation_config, drafter, streamer, policy
+    ) -> None:
+        self.target, self.drafter, self.streamer, self.policy = target, drafter, streamer, policy
         self.processors, self.criteria, self.config = logits_processor, stopping_criteria, generation_config
-        self.stats = GenerationStats(drafter.config.num_draft_tokens)
+        self.stats = GenerationStats(drafter.config.num_draft_tokens, type(policy.admission).__name__)
 
     def run(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]):
         config = self.config
@@ -85,8 +88,9 @@ class _Loop:
         real = None if mask is None else mask[0].bool()
         num_known = cached if real is None else int(real[:cached].sum())
         context = context_of(cache, self.drafter, num_known)
-        candidates = DSparkCandidateGenerator(self.drafter, self.target, config, self.processors, context)
-        self.stats.policy = type(candidates.admission).__name__
+        candidates = DSparkCandidateGenerator(
+            self.drafter, self.target, config, self.processors, context, policy=self.policy
+        )
         with TargetTaps(self.target, self.drafter.config.target_layer_ids) as taps:
             with self.stats.timed("prefill"):
                 outputs = self.target._prefill(input_ids, config, model_kwargs)

@@ -6,7 +6,6 @@ Owns: the split, the report, writing the calibrated drafter. Does not own: the f
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -151,7 +150,8 @@ def _is_ours(folder: Path) -> bool:
 def store_calibration(drafter: DSparkDraftModel, report: CalibrationReport, source: str, folder: Path) -> None:
     """Put the calibration into the drafter and write it to `folder`: only the config where that is the source itself.
 
-    The cap of drafted tokens becomes γ: the scheduler decides from now on. Weights keep the source's dtype.
+    The cap of drafted tokens becomes γ: the scheduler decides from now on. In another folder the weights have the source's
+    dtype, which `drafter` then has too.
     """
     config, fitted = drafter.config, report.calibration
     config.confidence_temperatures, config.confidence_shifts = fitted.temperatures, fitted.shifts
@@ -164,6 +164,6 @@ def store_calibration(drafter: DSparkDraftModel, report: CalibrationReport, sour
     else:
         dtype = DSparkConfig.from_pretrained(source).dtype or drafter.dtype
         temporary = folder.with_name(folder.name + ".tmp")
-        copy.deepcopy(drafter).to(dtype).save_pretrained(temporary)
+        drafter.to(dtype).save_pretrained(temporary)
         move_files(temporary, folder)
     write_json(report.to_dict(), folder / "calibration.json")

@@ -22,7 +22,7 @@ from .step_rates import StepRates
 _PRIOR_TOKENS = 4.0  # λ starts at the rate of plain decoding, with the weight of this many tokens
 _LEVEL_PACE = 0.1  # share of a round's deviation that the expectation for the next rounds takes over
 _MOST_INFORMATION = 16.0  # bounds what past outcomes weigh, so that a text that changes is followed
-_SPREAD = 1.5  # logits by which single rounds lie around the expectation, as the gate reckons
+_SPREAD = 1.8  # logits by which single rounds lie around the expectation, as the gate reckons
 _FIRST_WAIT, _LONGEST_WAIT = 2, 64  # plain rounds between two probes while parked
 
 
