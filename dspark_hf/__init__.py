@@ -12,7 +12,7 @@ from .decoding.profiling import step_rates_of
 from .decoding.stats import GenerationStats
 from .drafting_dspark import DraftBlock
 from .modeling_dspark import DSparkDraftModel, DSparkDraftOutput
-from .scheduling.admission import ConfidenceThreshold, FixedLength, LaggedScheduler, ThroughputScheduler
+from .scheduling.admission import ConfidenceThreshold, FixedLength, GuardedLength, LaggedScheduler, ThroughputScheduler
 from .scheduling.lookahead import Expectation, LookaheadScheduler
 from .scheduling.step_rates import StepRates
 
@@ -30,6 +30,7 @@ __all__ = [
     "DraftBlock",
     "Expectation",
     "FixedLength",
+    "GuardedLength",
     "GenerationStats",
     "LaggedScheduler",
     "LookaheadScheduler",

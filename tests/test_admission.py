@@ -12,6 +12,7 @@ from dspark_hf import (
     ConfidenceThreshold,
     Expectation,
     FixedLength,
+    GuardedLength,
     LaggedScheduler,
     LookaheadScheduler,
     StepRates,
@@ -114,6 +115,7 @@ def policies(rates):
         "lagged": LaggedScheduler(rates),
         "lookahead": LookaheadScheduler(rates, expectation),
         "lookahead-no-gate": LookaheadScheduler(rates, expectation, gate=False),
+        "guarded": GuardedLength(3, patience=1),
         "lookahead-no-head": LookaheadScheduler(rates, expectation, reads_survival=False),
     }
 
@@ -237,7 +239,7 @@ def test_the_gate_parks_a_useless_drafter_and_looks_again():
         drafted.append(bool(limit))
     late = drafted[60:]
     assert 0 < sum(late) <= 8  # probes at growing distances, never silent for good
-    assert policy.num_parked > 200
+    assert policy.parking.num_parked > 200
     # It finds back when drafts become good.
     for i in range(200):
         limit = policy.begin_round(400 + i, 2)
@@ -249,6 +251,20 @@ def test_the_gate_parks_a_useless_drafter_and_looks_again():
             length += 1
         policy.end_round(outcome(survival, length, length, limit=limit))
     assert policy.begin_round(900, 2) == 2
+
+
+def test_a_guarded_length_parks_a_useless_drafter():
+    policy, drafted = GuardedLength(3).fresh(), []
+    for i in range(200):
+        limit = policy.begin_round(10 + i, 4)
+        drafted.append(limit)
+        policy.end_round(outcome([], limit, 0, limit=limit))
+    assert drafted[:16] == [3] * 16
+    assert 0 < sum(map(bool, drafted[16:])) <= 7
+    while not policy.begin_round(300, 4):
+        policy.end_round(outcome([], 0, 0, limit=0))
+    policy.end_round(outcome([], 3, 1, limit=3))
+    assert [policy.begin_round(301 + i, 4) for i in range(3)] == [3, 3, 3]
 
 
 def test_a_policy_is_fresh_for_each_generation():

@@ -74,7 +74,9 @@ def test_bench(pair, monkeypatch, capsys, tmp_path):
     code, out, _ = run(monkeypatch, capsys, *arguments)
     assert code == 0
     assert "macro speed-up" in out
-    figures = json.loads((tmp_path / "b.json").read_text())["domains"]
+    summary = json.loads((tmp_path / "b.json").read_text())
+    figures = summary["domains"]
+    assert {name: len(seconds) for name, seconds in summary["step_seconds"].items()} == {"stock": 8, "tuned": 8}
     assert set(figures) == {"math", "code", "chat", "all"}
     for domain in figures.values():
         for method in ("plain", "plain_tuned", "dspark", "prompt_lookup", "fixed:1", "throughput"):

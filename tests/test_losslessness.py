@@ -15,6 +15,7 @@ from dspark_hf import (
     ConfidenceThreshold,
     Expectation,
     FixedLength,
+    GuardedLength,
     LaggedScheduler,
     LookaheadScheduler,
     StepRates,
@@ -118,6 +119,7 @@ SCHEDULERS = {
     "lagged-by-one": LaggedScheduler(rates(1.0, 1.3, 1.9), lag=1),
     "lookahead": LookaheadScheduler(rates(1.0, 1.4, 1.5), Expectation([0.6, 0.5], 0.5)),
     "lookahead-padded": LookaheadScheduler(rates(1.0, 1.6, 1.3), Expectation([0.6, 0.5], 0.5)),
+    "guarded": GuardedLength(2, patience=1),
     # One rejection convinces it, so that it parks within the horizon.
     "lookahead-parking": LookaheadScheduler(rates(1.0, 1.2, 1.4, draft=0.2), Expectation([0.6, 0.5], information=0.1)),
 }

@@ -67,7 +67,7 @@ def generate(target, drafter=None, tokens=24, **arguments):
 def test_which_policy_decides(target):
     drafter = make_drafter(target)
     for change, wanted in (
-        (lambda: None, "FixedLength"),
+        (lambda: None, "GuardedLength"),
         (lambda: setattr(drafter, "config", calibrated(target).config), "LookaheadScheduler"),
         (lambda: setattr(drafter.generation_config, "assistant_confidence_threshold", 0.3), "ConfidenceThreshold"),
         (lambda: setattr(drafter, "admission", ThroughputScheduler(drafter.step_rates)), "ThroughputScheduler"),

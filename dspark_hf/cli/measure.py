@@ -46,7 +46,7 @@ def bench(
     from ..evaluation.policies import check_policy
     from ..evaluation.prompt_sets import first_of_each_domain, load_conversations
     from ..evaluation.report import bench_table
-    from ..evaluation.speed import run_bench, summarise
+    from ..evaluation.speed import run_bench, step_seconds, summarise
     from ..files import write_json
     from ..pairs import load_drafter, load_target
     from ..scheduling.admission import FixedLength
@@ -67,6 +67,7 @@ def bench(
     chosen = first_of_each_domain(load_conversations(prompts), limit)
     options = DecodingOptions(max_new_tokens, temperature, seed=seed)
     summary = summarise(run_bench(loaded, draft_model, chosen, options, names))
+    summary["step_seconds"] = step_seconds(loaded.model, draft_model)
     if json_file is not None:
         write_json(summary, json_file)
     out.print(bench_table(summary))

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from ..drafting_dspark import Admission, DraftBlock
 from ..modeling_dspark import DSparkDraftModel
-from ..scheduling.admission import ConfidenceThreshold, FixedLength, RoundOutcome, RoundPolicy
+from ..scheduling.admission import ConfidenceThreshold, FixedLength, GuardedLength, RoundOutcome, RoundPolicy
 from ..scheduling.lookahead import Expectation, LookaheadScheduler
 from .profiling import step_rates_of
 from .stats import RoundRecord
@@ -108,6 +108,8 @@ class Policy:
 def policy_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> Policy:
     """From the drafter's settings: `admission`, else a confidence threshold, else the scheduler where it is calibrated.
 
+    A drafter that was never calibrated drafts whole blocks for as long as any of them is of use.
+
     Raises:
         ValueError: a negative `num_assistant_tokens`.
     """
@@ -121,7 +123,7 @@ def policy_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> Policy:
     if admission is None and cap and drafter.config.is_calibrated:
         admission = scheduled(target, drafter)
     if admission is None:
-        admission = FixedLength(cap)
+        admission = GuardedLength(cap) if cap else FixedLength(0)
     return Policy(admission.fresh() if isinstance(admission, RoundPolicy) else admission, cap)
 
 
@@ -190,7 +192,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def rows(self, drafted: int, length: int) -> int:
         """Tokens of the target's forward that verifies `drafted` ones after `length`: one more, or padded where cheaper."""
-        if not isinstance(self.admission, RoundPolicy):
+        if not isinstance(self.admission, RoundPolicy) or self.admission.step_rates is None:
             return drafted + 1
         padded = self.admission.step_rates.padded_rows(drafted + 1, length - 1)
         return min(padded, self.max_length - length + 1)

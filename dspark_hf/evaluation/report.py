@@ -73,6 +73,9 @@ def bench_table(summary: dict[str, Any]) -> Group:
             f"with the same linear layers: {everything['plain_tuned']['macro_speedup']:.2f}×"
         )
     )
+    for name, seconds in summary["step_seconds"].items():
+        milliseconds = " ".join(f"{1e3 * s:.0f}" for s in seconds.values())
+        parts.append(Text(f"milliseconds of one target forward of 1 to {len(seconds)} tokens, {name}: {milliseconds}"))
     for i, prompt in enumerate(summary["prompts"]):
         for method, place in prompt["different"].items():
             parts.append(

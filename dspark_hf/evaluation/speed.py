@@ -20,6 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..decoding.linear_layers import tuned
+from ..decoding.profiling import ProfilePlan, measure_step_rates
 from ..decoding.stats import GenerationStats
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
@@ -143,6 +144,19 @@ def _methods(
         "prompt_lookup": plain(False, prompt_lookup_num_tokens=_LOOKUP_TOKENS),
     }
     return methods | {name: dspark(name) for name in policies if name != OWN}
+
+
+def step_seconds(model: PreTrainedModel, drafter: DSparkDraftModel) -> dict[str, dict[int, float]]:
+    """Seconds of one target forward by its tokens at 128 tokens of context, with stock and with tuned linear layers."""
+    plan = ProfilePlan(tuple(range(1, 9)), (128,), sweeps=5, seconds=15.0)
+    seconds, before = {}, drafter.skinny_linear
+    try:
+        for name, drafter.skinny_linear in (("stock", False), ("tuned", True)):
+            rates = measure_step_rates(model, drafter, plan, f"forwards, {name}")
+            seconds[name] = dict(zip(rates.rows, rates.target_seconds[0]))
+    finally:
+        drafter.skinny_linear = before
+    return seconds
 
 
 @torch.inference_mode()

@@ -43,7 +43,7 @@ class RoundOutcome:
 class RoundPolicy(Admission, Protocol):
     """A policy that also decides before drafting, and is told how each round went."""
 
-    step_rates: StepRates
+    step_rates: StepRates | None  # `None`: forwards are not padded
 
     def fresh(self) -> RoundPolicy:
         """The same policy without what it learned, for a new generation."""
@@ -90,6 +90,65 @@ class ConfidenceThreshold:
             return survival >= self.threshold
         before = survival_so_far[-2]
         return before > 0.0 and survival / before >= self.threshold
+
+
+@dataclass
+class Parking:
+    """Plain steps while drafting does not pay, with probes at growing distances (in rounds)."""
+
+    first_wait: int = 2
+    longest_wait: int = 64
+    num_probes: int = field(default=0, init=False)
+    num_parked: int = field(default=0, init=False)
+    _interval: int = field(default=0, init=False, repr=False)
+    _wait: int = field(default=0, init=False, repr=False)
+
+    def refuse(self) -> bool:
+        """Drafting does not seem to pay: whether to draft in this round all the same, to look again."""
+        if self._interval and not self._wait:
+            self._interval = self._wait = min(2 * self._interval, self.longest_wait)
+            self.num_probes += 1
+            return True
+        self._interval = self._interval or self.first_wait
+        self._wait = (self._wait or self._interval) - 1
+        self.num_parked += 1
+        return False
+
+    def resume(self) -> None:
+        """Drafting pays again."""
+        self._interval = self._wait = 0
+
+
+@dataclass
+class GuardedLength:
+    """Draft `length` tokens every round, but park once `patience` rounds in a row had none accepted.
+
+    What a drafter gets that was never calibrated: nothing has to be measured for it, and a useless one costs little.
+    """
+
+    length: int
+    patience: int = 16
+    reads_survival = False
+    step_rates = None
+    _misses: int = field(default=0, init=False, repr=False)
+    _parking: Parking = field(default_factory=Parking, init=False, repr=False)
+
+    def fresh(self) -> GuardedLength:
+        return GuardedLength(self.length, self.patience)
+
+    def begin_round(self, depth: int, limit: int) -> int:
+        if self._misses < self.patience:
+            self._parking.resume()
+        elif not self._parking.refuse():
+            return 0
+        return min(limit, self.length)
+
+    def admit(self, position: int, survival_so_far: list[float]) -> bool:
+        return position <= self.length
+
+    def end_round(self, outcome: RoundOutcome) -> None:
+        if outcome.drafted:
+            self._misses = 0 if outcome.accepted else self._misses + 1
 
 
 def prefix_lengths(

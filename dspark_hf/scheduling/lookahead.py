@@ -16,14 +16,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .admission import RoundOutcome
+from .admission import Parking, RoundOutcome
 from .step_rates import StepRates
 
 _PRIOR_TOKENS = 4.0  # λ starts at the rate of plain decoding, with the weight of this many tokens
 _LEVEL_PACE = 0.1  # share of a round's deviation that the expectation for the next rounds takes over
 _MOST_INFORMATION = 16.0  # bounds what past outcomes weigh, so that a text that changes is followed
 _SPREAD = 1.8  # logits by which single rounds lie around the expectation, as the gate reckons
-_FIRST_WAIT, _LONGEST_WAIT = 2, 64  # plain rounds between two probes while parked
 
 
 @dataclass(frozen=True)
@@ -55,16 +54,13 @@ class LookaheadScheduler:
     expectation: Expectation | None = None
     gate: bool = True
     reads_survival: bool = True
-    num_parked: int = field(default=0, init=False)  # rounds that the gate made plain steps
-    num_probes: int = field(default=0, init=False)  # rounds drafted while parked, to look again
+    parking: Parking = field(default_factory=Parking, init=False)
     _tokens: float = field(default=_PRIOR_TOKENS, init=False, repr=False)
     _seconds: float = field(default=0.0, init=False, repr=False)
     _overhead: float = field(default=0.0, init=False, repr=False)
     _shift: float = field(default=0.0, init=False, repr=False)  # of all confidences, in logits: what the run shows
     _information: float = field(default=0.0, init=False, repr=False)
     _level: float = field(default=0.0, init=False, repr=False)  # of the last rounds' confidences above expectation
-    _wait: int = field(default=0, init=False, repr=False)
-    _interval: int = field(default=0, init=False, repr=False)
     _depth: int = field(default=1, init=False, repr=False)
     _limit: int | None = field(default=None, init=False, repr=False)
 
@@ -83,14 +79,8 @@ class LookaheadScheduler:
         value, best = max((self._block_value(n), -n) for n in range(1, limit + 1))
         best = -best
         if value > 0 or not self.gate:
-            self._interval = self._wait = 0
-        elif self._interval and not self._wait:
-            self._interval = self._wait = min(2 * self._interval, _LONGEST_WAIT)
-            self.num_probes += 1
-        else:
-            self._interval = self._interval or _FIRST_WAIT
-            self._wait = (self._wait or self._interval) - 1
-            self.num_parked += 1
+            self.parking.resume()
+        elif not self.parking.refuse():
             best = 0
         self._limit = best
         return best
