@@ -95,8 +95,16 @@ def test_train(pair, monkeypatch, capsys, tmp_path):
     assert code == 0
     assert json.loads(out)["steps"] == 2
     assert "Estimate" in err
-    arguments = ["generate", "--prompt", "w5", "--max-new-tokens", 5, "--json", *names(pair, drafter=tmp_path / "new")]
-    assert run(monkeypatch, capsys, *arguments)[0] == 0
+    assert "dspark-hf calibrate" in err
+    generate = ["generate", "--prompt", "w5", "--max-new-tokens", 5, "--json", *names(pair, drafter=tmp_path / "new")]
+    assert run(monkeypatch, capsys, *generate)[0] == 0
+    onward = [tmp_path / "more" if part == tmp_path / "new" else part for part in arguments]
+    code, out, _ = run(monkeypatch, capsys, *onward, "--init-from", tmp_path / "new", "--seed", 1)
+    assert code == 0
+    assert json.loads((tmp_path / "more" / "training.json").read_text())["options"]["init_from"] == "new"
+    code, _, err = run(monkeypatch, capsys, *onward, "--init-from", pair / "drafter", "--restart")
+    assert code == 2
+    assert "--init-from" in err
 
 
 def bad_inputs():

@@ -110,6 +110,9 @@ def train(
         init_from=init_from,
     )
     report = run_training(load_target(target, device), options, say=err.print)
+    err.print(
+        f"Next: dspark-hf calibrate --target {target} --drafter {output} --prompts HELD_OUT.jsonl", soft_wrap=True
+    )
     if json_output:
         out.print_json(data=_plain(report))
     else:
