@@ -8,6 +8,7 @@ This file travels with a checkpoint (`auto_map`), so it imports nothing else of 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -52,6 +53,7 @@ class DraftBlock:
     logits: [B, K, V_d], corrected and processed: what each token was drawn from.
     confidence_logits: [B, K], as the head gives them, not calibrated; `None` without a confidence head.
     survival: for each row the calibrated (a_1, a_2, ...) that the policy read, of the refused position too.
+    policy_seconds: what asking the policy took.
     num_admitted: [B], how many of the K tokens the admission policy let through in each row.
     cache: K/V of the context alone.
     """
@@ -61,6 +63,7 @@ class DraftBlock:
     confidence_logits: torch.Tensor | None
     num_admitted: torch.LongTensor
     survival: list[list[float]]
+    policy_seconds: float
     cache: Cache
 
 
@@ -105,6 +108,7 @@ class SequentialLoop:
         self.survival: list[list[float]] = [[] for _ in range(rows)]
         self.open_rows = [True] * rows
         self.num_admitted = [0] * rows
+        self.policy_seconds = 0.0
         self.tokens: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
         self.confidences: list[torch.Tensor] = []
@@ -140,7 +144,7 @@ class SequentialLoop:
 
     def _admit(self, confidence: torch.Tensor | None) -> bool:
         """Ask the policy for every row still open; whether any remains."""
-        position = len(self.tokens) + 1
+        started, position = time.perf_counter(), len(self.tokens) + 1
         if self.admission.reads_survival:
             if confidence is None:
                 raise ValueError("This admission policy needs a drafter with a confidence head.")
@@ -149,11 +153,12 @@ class SequentialLoop:
         for row, survival in enumerate(self.survival):
             if self.open_rows[row]:
                 self.open_rows[row] = bool(self.admission.admit(position, survival))
+        self.policy_seconds += time.perf_counter() - started
         return any(self.open_rows)
 
     def _calibrated(self, confidence: torch.Tensor, position: int) -> list[float]:
         """c_k of every row (§3.2.1)."""
-        config, logits = self.model.config, confidence.double()
+        config, logits = self.model.config, confidence.cpu().double()
         if config.confidence_temperatures is not None:
             logits = logits / config.confidence_temperatures[position - 1]
         if config.confidence_shifts is not None:
@@ -182,5 +187,6 @@ class SequentialLoop:
             confidence_logits=confidences,
             num_admitted=torch.tensor(self.num_admitted, device=self.prefix.device),
             survival=self.survival,
+            policy_seconds=self.policy_seconds,
             cache=cache,
         )

@@ -18,20 +18,37 @@ def cache_folder() -> Path:
     return Path(constants.HF_HOME) / "dspark"
 
 
-def write_text(text: str, path: Path) -> None:
+def write_bytes(data: bytes, path: Path) -> None:
     """Write under a temporary name, then rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(data)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
+def write_text(text: str, path: Path) -> None:
+    """`text` in UTF-8, written as a whole."""
+    write_bytes(text.encode(), path)
+
+
 def write_json(data: Any, path: Path) -> None:
     """`data` as indented JSON, written as a whole."""
     write_text(json.dumps(data, indent=2) + "\n", path)
+
+
+def holds_drafter(folder: Path) -> bool:
+    """Whether a folder holds a drafter in this package's own form."""
+    config = folder / "config.json"
+    return config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("model_type") == "dspark"
+
+
+def refuse_other_models(folder: Path, option: str) -> None:
+    """Raise where `folder` holds a model that is no drafter of ours, which writing there would overwrite."""
+    if (folder / "config.json").is_file() and not holds_drafter(folder):
+        raise ValueError(f"{folder} holds another model. Give {option} a new folder, or one of a drafter's.")
 
 
 def move_files(temporary: Path, folder: Path) -> None:

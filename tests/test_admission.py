@@ -36,6 +36,7 @@ def outcome(survival, drafted=0, accepted=0, depth=10, limit=2, **changes):
         "accepted": accepted,
         "committed": accepted + 1,
         "rows": drafted + 1,
+        "backlog": 2,
         "survival": survival,
         "draft_seconds": 0.0,
         "verify_seconds": 1.0,

@@ -35,7 +35,7 @@ def _root() -> None:
 
 def numbers(text: str, kind: type, option: str) -> tuple:
     try:
-        return tuple(kind(part) for part in text.split(",") if part.strip())
+        return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
     except ValueError:
         raise ValueError(f"{option} takes numbers with commas between them, got {text!r}.") from None
 
@@ -49,3 +49,11 @@ def existing_file(path: Path | None) -> None:
     """Refuse a file that is not there."""
     if path is not None and not path.is_file():
         raise OSError(f"No such file: {path}.")
+
+
+def need_modules(*names: str) -> None:
+    """Refuse early, before hours of work, where an optional library is missing."""
+    import importlib.util
+
+    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+        raise OSError(f"This needs {' and '.join(missing)}: pip install 'dspark-hf[eval]' (in a checkout: -e .[eval]).")

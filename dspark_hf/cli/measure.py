@@ -8,7 +8,19 @@ from typing import Annotated
 import typer
 
 from ..pairs import DEFAULT_DRAFTER, DEFAULT_TARGET
-from .app import DeviceOption, DrafterOption, DtypeOption, TargetOption, app, at_least, err, existing_file, numbers, out
+from .app import (
+    DeviceOption,
+    DrafterOption,
+    DtypeOption,
+    TargetOption,
+    app,
+    at_least,
+    err,
+    existing_file,
+    need_modules,
+    numbers,
+    out,
+)
 
 PromptsOption = Annotated[
     str | None,
@@ -66,8 +78,8 @@ def bench(
         draft_model.generation_config.num_assistant_tokens = draft_tokens
     chosen = first_of_each_domain(load_conversations(prompts), limit)
     options = DecodingOptions(max_new_tokens, temperature, seed=seed)
-    summary = summarise(run_bench(loaded, draft_model, chosen, options, names))
-    summary["step_seconds"] = step_seconds(loaded.model, draft_model)
+    seconds = step_seconds(loaded.model, draft_model)
+    summary = summarise(run_bench(loaded, draft_model, chosen, options, names)) | {"step_seconds": seconds}
     if json_file is not None:
         write_json(summary, json_file)
     out.print(bench_table(summary))
@@ -94,10 +106,15 @@ def profile(
 
     at_least(max_rows, 1, "--max-rows")
     plan = ProfilePlan(tuple(range(1, max_rows + 1)), numbers(depths, int, "--depths"), sweeps)
+    if plot is not None:
+        need_modules("matplotlib")
     loaded = load_target(target, device, dtype)
     draft_model = load_drafter(drafter, loaded.model)
     rates = measure_step_rates(loaded.model, draft_model, plan)
-    path = rates.save()
+    try:
+        place = f"Kept in {rates.save()}."
+    except OSError as error:
+        place = f"The table can't be kept: {error}"
     if plot is not None:
         from ..evaluation.plots import step_rate_curve, write_png
 
@@ -106,7 +123,7 @@ def profile(
         out.print_json(data=dataclasses.asdict(rates))
         return
     out.print(step_rate_table(rates))
-    out.print(f"Kept in {path}.", highlight=False, soft_wrap=True)
+    out.print(place, highlight=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: dspark-hf calibrate --prompts held-out.jsonl --drafter my-drafter --report calibration")
@@ -139,6 +156,7 @@ def calibrate(
     at_least(max_new_tokens, 8, "--max-new-tokens")
     at_least(temperature, 0, "--temperature")
     at_least(1 if limit is None else limit, 1, "--limit")
+    need_modules("sklearn", *(["matplotlib"] if report is not None else []))
     source = drafter_folder(drafter)
     destination = check_destination(source, out_folder)
     conversations = load_conversations(prompts, limit)
@@ -174,7 +192,9 @@ def evaluate(
     drafter: DrafterOption = DEFAULT_DRAFTER,
     policy: Annotated[
         str,
-        typer.Option(help="full (all of a block every round), own (the drafter's), fixed:N, threshold:T, lookahead."),
+        typer.Option(
+            help="full (whole blocks), own (the drafter's), fixed:N, threshold:T, throughput, lagged, lookahead."
+        ),
     ] = "full",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 128,
@@ -205,9 +225,13 @@ def evaluate(
     check_policy(policy)
     if threshold_sweep and policy != "full":
         raise ValueError(f"--threshold-sweep needs whole blocks: leave --policy at full, got {policy}.")
+    if report is not None:
+        need_modules("matplotlib")
     conversations = load_conversations(prompts, limit)
     loaded = load_target(target, device, dtype)
     draft_model = load_drafter(drafter, loaded.model)
+    if threshold_sweep and draft_model.confidence_head is None:
+        raise ValueError("--threshold-sweep needs a drafter with a confidence head.")
     options = DecodingOptions(max_new_tokens, temperature, seed=seed)
     file = None if report is None else report / "rounds.jsonl"
     samples = collect(loaded, draft_model, conversations, options, policy, file)
@@ -223,4 +247,6 @@ def evaluate(
             out.print(f"Report: {report / 'report.html'}", highlight=False, soft_wrap=True)
     failed = summary["groups"]["all"]["failed"]
     if failed:
-        err.print(f"{failed} turns failed and are not in the figures; see the warnings above.")
+        err.print(
+            f"{failed} turns failed and are not in the figures (the JSON says why); run again with the same --report to retry."
+        )

@@ -121,7 +121,18 @@ def policy_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> Policy:
     if admission is None and threshold > 0:
         admission = ConfidenceThreshold(threshold)
     if admission is None and cap and drafter.config.is_calibrated:
-        admission = scheduled(target, drafter)
+        try:
+            admission = scheduled(target, drafter)
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            AttributeError,
+        ) as error:  # whatever a target of its own kind raises
+            logger.warning_once(
+                f"The step rates of {type(target).__name__} can't be measured ({type(error).__name__}: {error}), so every "
+                "round drafts a whole block. Set drafter.step_rates to a table of your own to have it scheduled."
+            )
     if admission is None:
         admission = GuardedLength(cap) if cap else FixedLength(0)
     return Policy(admission.fresh() if isinstance(admission, RoundPolicy) else admission, cap)
@@ -151,6 +162,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.admission, self.max_tokens = policy.admission, policy.cap
         self.planned = 0  # tokens that this round's block was made for
         self.parked = False  # whether that is 0 by the policy's choice
+        self.backlog = 0  # tokens whose features the last draft projected
 
     def observe(self, features: torch.Tensor) -> None:
         """Tapped features of tokens just committed, [1, S, m * d_target]."""
@@ -165,8 +177,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
             limit = 0
         self.parked = False
         if limit > 0 and isinstance(self.admission, RoundPolicy):
-            limit = self.admission.begin_round(length - 1, limit)
-            self.parked = limit == 0
+            limit = min(self.admission.begin_round(length - 1, limit), limit)
+            self.parked = limit <= 0
         self.planned = max(limit, 0)
         return self.planned
 
@@ -176,7 +188,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return None
         new = self.context.take_pending()
         first = self.context.start + self.context.cache.get_seq_length()
-        count = 0 if new is None else new.shape[1]
+        self.backlog = count = 0 if new is None else new.shape[1]
         positions = torch.arange(first, first + count + self.drafter.config.block_size, device=self.drafter.device)
         return self.drafter.draft(
             input_ids,
@@ -195,7 +207,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if not isinstance(self.admission, RoundPolicy) or self.admission.step_rates is None:
             return drafted + 1
         padded = self.admission.step_rates.padded_rows(drafted + 1, length - 1)
-        return min(padded, self.max_length - length + 1)
+        return padded if padded <= self.max_length - length else drafted + 1
 
     def end_round(self, length: int, record: RoundRecord, committed: int, seconds: tuple[float, float, float]) -> None:
         """Tell the policy what became of a round that began after `length` tokens; `seconds` drafting, verifying, in all."""
@@ -208,6 +220,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
                     record.accepted,
                     committed,
                     record.rows,
+                    self.backlog,
                     record.survival,
                     *seconds,
                 )

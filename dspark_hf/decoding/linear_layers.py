@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import statistics
 import time
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import psutil
 import torch
@@ -60,6 +62,15 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
 
 
+def cpu_name() -> str:
+    """The processor's model."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
 def can_pack() -> bool:
     """Whether this build of torch has oneDNN's packed products."""
     return torch.backends.mkldnn.is_available() and all(
@@ -70,6 +81,7 @@ def can_pack() -> bool:
 def _can_swap(module: nn.Module) -> bool:
     return (
         type(module) is nn.Linear
+        and type(module.weight) is nn.Parameter  # quantisers put tensors of their own there
         and module.weight.device.type == "cpu"
         and module.weight.dtype in (torch.float32, torch.bfloat16)
         and "forward" not in vars(module)  # accelerate's and others' own replacement
@@ -98,6 +110,11 @@ class LinearLayers:
         return LinearLayers, (self.choices,)
 
     @property
+    def packs(self) -> bool:
+        """Whether any choice needs a copy of the weights."""
+        return any("packed" in choice for choice in self.choices.values())
+
+    @property
     def digest(self) -> str:
         """Tells one set of choices from another."""
         return hashlib.sha256(json.dumps(self.choices, sort_keys=True).encode()).hexdigest()[:8]
@@ -105,18 +122,19 @@ class LinearLayers:
     @contextmanager
     def swapped(self, models: Iterable[nn.Module]) -> Iterator[None]:
         """Use the chosen forms inside the block; afterwards, also after an error, all is as before."""
-        swapped = []
-        if not torch.is_grad_enabled():
-            for model in models:
-                for module in model.modules():
-                    if _can_swap(module) and (choice := self.choices.get(_shape(module))):  # type: ignore[arg-type]
-                        module.forward = self._forward(module, choice)  # type: ignore[method-assign, arg-type]
-                        swapped.append(module)
+        swapped: list[nn.Module] = []
         try:
+            if not torch.is_grad_enabled():
+                for model in models:
+                    for module in model.modules():
+                        if _can_swap(module) and (choice := self.choices.get(_shape(module))):  # type: ignore[arg-type]
+                            forward = self._forward(module, choice)  # type: ignore[arg-type]
+                            swapped.append(module)
+                            module.forward = forward  # type: ignore[method-assign]
             yield
         finally:
             for module in swapped:
-                del module.forward
+                vars(module).pop("forward", None)
 
     def _forward(self, module: nn.Linear, choice: Sequence[str]) -> Callable[[torch.Tensor], torch.Tensor]:
         weight, bias = module.weight, module.bias
@@ -154,14 +172,16 @@ def linear_layers_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> Line
     """The pair's layers, with choices measured once for this machine and kept; empty where `drafter.skinny_linear` is off."""
     if not drafter.skinny_linear:
         return LinearLayers()
+    drafter.bind_target(target)
     models = [target, drafter, *drafter.bound_heads()]
     groups: dict[str, list[nn.Linear]] = {}
     for model in models:
         for module in model.modules():
             if _can_swap(module):
                 groups.setdefault(_shape(module), []).append(module)  # type: ignore[arg-type, union-attr]
-    if drafter.linear_layers is not None and groups.keys() <= drafter.linear_layers.choices.keys():
-        return drafter.linear_layers  # also where they are swapped in already, so that none is left to swap
+    known = drafter.linear_layers
+    if known is not None and groups.keys() <= known.choices.keys() and (drafter.packed_weights or not known.packs):
+        return known  # also where they are swapped in already, so that none is left to swap
     if not groups:
         return LinearLayers()
     size = sum(m.weight.numel() * m.weight.element_size() for group in groups.values() for m in group)
@@ -173,7 +193,7 @@ def linear_layers_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> Line
 def _stored_choices(groups: dict[str, list[nn.Linear]], may_pack: bool) -> dict[str, list[str]]:
     """The choices of these shapes: those in the file, and those measured now and added to it."""
     key = {"threads": torch.get_num_threads(), "torch": torch.__version__, "packed": may_pack, "rows": ROWS}
-    key["cpu"] = torch.backends.cpu.get_cpu_capability()
+    key["cpu"] = cpu_name()
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = cache_folder() / "linear_layers" / f"{digest}.json"
     try:
@@ -201,7 +221,11 @@ def measure_choices(groups: dict[str, list[nn.Linear]], may_pack: bool) -> dict[
 
 
 def _measure_shape(modules: Sequence[nn.Linear], may_pack: bool) -> list[str]:
-    packed = [pack(m.weight) for m in modules] if may_pack else []
+    packed: list[torch.Tensor] = []
+    try:
+        packed = [pack(m.weight) for m in modules] if may_pack else []
+    except RuntimeError:  # bfloat16 on a processor for which oneDNN has no such products
+        may_pack = False
 
     def products(form: str, x: torch.Tensor) -> None:
         if form == "packed":

@@ -158,6 +158,7 @@ class _Loop:
             None if block is None else block.confidence_logits,
         )
         stats.count_round(record)
+        stats.scheduling_seconds += 0.0 if block is None else block.policy_seconds
         with stats.timed("scheduling"):
             seconds = (
                 stats.draft_seconds - spent[0],

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
+import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from ..modeling_dspark import DSparkDraftModel
 from ..scheduling.admission import FixedLength
 from ..scheduling.step_rates import StepRates, load_step_rates
 from .compat import CACHE_ARGUMENT
-from .linear_layers import linear_layers_of, tuned
+from .linear_layers import cpu_name, linear_layers_of, tuned
 from .stats import synchronize
 
 logger = logging.get_logger(__name__)
@@ -47,7 +46,7 @@ class ProfilePlan:
     rows: tuple[int, ...]
     depths: tuple[int, ...]
     sweeps: int = 7
-    seconds: float = 300.0
+    seconds: float = math.inf
 
     def __post_init__(self) -> None:
         for name, values in (("rows", self.rows), ("depths", self.depths)):
@@ -60,7 +59,7 @@ class ProfilePlan:
 def table_key(target: PreTrainedModel, drafter: DSparkDraftModel) -> dict[str, Any]:
     """What a table holds for: the pair, dtype, device, attention, threads and versions."""
     device = target.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     quantization = target.config.to_dict().get("quantization_config")
     return {
         "target": str(target.config._name_or_path),
@@ -87,16 +86,9 @@ def _digest(config: Any) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def step_rates_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> StepRates:
     """The pair's table: the one in use, else the stored one, else one measured now in about ten seconds and stored."""
+    drafter.bind_target(target)
     key = table_key(target, drafter)
     if drafter.step_rates is not None and (not drafter.step_rates.key or drafter.step_rates.key == key):
         return drafter.step_rates
@@ -119,15 +111,19 @@ def measure_step_rates(
 ) -> StepRates:
     """Time target forwards and drafts; medians of interleaved, warmed-up sweeps.
 
+    A depth that does not fit the target's context is measured as deep as it goes.
+
     Raises:
-        ValueError: no depth of the plan fits the target's context.
+        ValueError: the target's context is shorter than the longest forward.
     """
     drafter.bind_target(target)
-    context = target.config.get_text_config().max_position_embeddings
-    depths = [d for d in sorted(set(plan.depths)) if d + max(plan.rows) <= context]
-    if not depths:
-        raise ValueError(f"No depth of {list(plan.depths)} fits the target's context of {context} tokens.")
     rows = sorted({1, *plan.rows})
+    room = _context_length(target) - max(rows)
+    depths = sorted({min(d, room) for d in plan.depths})
+    if room < 1:
+        raise ValueError(
+            f"The target's context of {_context_length(target)} tokens has no room for {max(rows)} in one forward."
+        )
     with tuned(target, drafter):
         runs: dict[tuple, Callable[[], None]] = {}
         for depth in depths:
@@ -193,6 +189,17 @@ def _spread(values: Sequence[float]) -> float:
     return quarters[2] - quarters[0]
 
 
+def _context_length(target: PreTrainedModel) -> int:
+    """The target's longest context in tokens; very long where its config names none (ALiBi, recurrent models)."""
+    return target.config.get_text_config().to_dict().get("max_position_embeddings") or 1 << 30
+
+
+def _forward_arguments(target: PreTrainedModel, cache: DynamicCache, rows: int) -> dict[str, Any]:
+    """As the decoding loop calls the target: logits of `rows` tokens, where it can be told."""
+    keep = {"logits_to_keep": rows} if target._supports_logits_to_keep() else {}
+    return {"use_cache": True, CACHE_ARGUMENT: cache} | keep
+
+
 def _filled_cache(target: PreTrainedModel, depth: int) -> DynamicCache:
     """A cache of `depth` tokens: a short real prefill, repeated (only its size matters here)."""
     cache = DynamicCache(config=target.config)
@@ -200,10 +207,15 @@ def _filled_cache(target: PreTrainedModel, depth: int) -> DynamicCache:
     first = min(depth, 32)
     vocab = target.config.get_text_config().vocab_size
     ids = torch.randint(vocab, (1, first), generator=torch.Generator().manual_seed(0)).to(target.device)
-    target(input_ids=ids, logits_to_keep=1, use_cache=True, **{CACHE_ARGUMENT: cache})
-    while (missing := depth - cache.get_seq_length()) > 0:
-        for i, layer in enumerate(cache.layers):
-            cache.update(layer.keys[:, :, :missing].clone(), layer.values[:, :, :missing].clone(), i)
+    target(input_ids=ids, **_forward_arguments(target, cache, 1))
+    # Layers that keep no keys (convolutions, layers that share another's) cost the same at any depth.
+    layers = [(i, layer) for i, layer in enumerate(cache.layers) if isinstance(vars(layer).get("keys"), torch.Tensor)]
+    length = cache.get_seq_length()
+    while layers and (missing := depth - length) > 0:
+        added = min(missing, first)
+        for i, layer in layers:
+            cache.update(layer.keys[:, :, -added:].clone(), layer.values[:, :, -added:].clone(), i)
+        length += added
     cache.crop(0)
     return cache
 
@@ -212,7 +224,7 @@ def _target_run(target: PreTrainedModel, cache: DynamicCache, rows: int) -> Call
     ids = torch.ones(1, rows, dtype=torch.long, device=target.device)
 
     def run() -> None:
-        target(input_ids=ids, logits_to_keep=rows, use_cache=True, **{CACHE_ARGUMENT: cache})
+        target(input_ids=ids, **_forward_arguments(target, cache, rows))
         cache.crop(-rows)
 
     return run

@@ -16,8 +16,8 @@ import torch
 
 def synchronize(device: torch.device) -> None:
     """Wait for the device, so that a clock read next tells the truth."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class GenerationStats:
 
     A round drafts (possibly nothing) and verifies once; the prefill, which gives the first token, is no round.
     `drafted`, `verified` and `accepted` count tokens at each position of a block, times are in seconds. `parked_rounds` are
-    those that the policy made plain steps, `scheduling_seconds` the policy's own time before and after rounds.
+    those that the policy made plain steps, `scheduling_seconds` the policy's own time, the part inside drafts included.
     """
 
     block_length: int

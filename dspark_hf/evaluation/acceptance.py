@@ -7,6 +7,7 @@ Axes: N rounds, γ positions. τ counts tokens committed per round, bonus token 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,6 +18,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers.utils import logging
 
+from ..files import write_text
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
 from ..scheduling.calibration import survival
@@ -78,20 +80,21 @@ def collect(
 ) -> list[Sample]:
     """Decode every turn of every conversation and keep its rounds; with `file`, go on where an earlier run stopped.
 
-    A turn that fails is kept with its error, and the rest of its conversation is left out.
+    A turn that fails is kept with its error, and the rest of its conversation is left out; another run tries it again.
 
     Raises:
         ValueError: `file` was written with other settings.
     """
     settings = {
         "target": target.name,
-        "drafter": str(drafter.config._name_or_path),
+        "dtype": str(target.model.dtype),
+        "drafter": _fingerprint(drafter),
         "policy": policy,
-        "prompts": [[c.source, c.messages[-1]["content"][:80]] for c in conversations],
+        "prompts": hashlib.sha256(json.dumps([asdict(c) for c in conversations]).encode()).hexdigest(),
         "options": asdict(options),
     }
     samples = [] if file is None else _resume(file, settings)
-    done = {s.index for s in samples if _is_last(s, conversations)}
+    done = {s.index for s in samples if s.error is None and _is_last(s, conversations)}
     samples = [s for s in samples if s.index in done]
     if file is not None:
         _rewrite(file, settings, samples)
@@ -141,8 +144,14 @@ def _answer(
 
 
 def _is_last(sample: Sample, conversations: Sequence[Conversation]) -> bool:
-    last = len(conversations[sample.index].later_turns) if sample.index < len(conversations) else -1
-    return sample.error is not None or sample.turn == last
+    return sample.turn == len(conversations[sample.index].later_turns)
+
+
+def _fingerprint(drafter: DSparkDraftModel) -> str:
+    """Tells this drafter from another one, and from itself before more training or calibration."""
+    config = {k: v for k, v in drafter.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    weights = [float(p.detach().double().sum()) for p in drafter.parameters()]
+    return hashlib.sha256(json.dumps([config, weights], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _resume(file: Path, settings: dict[str, Any]) -> list[Sample]:
@@ -167,8 +176,6 @@ def _resume(file: Path, settings: dict[str, Any]) -> list[Sample]:
 
 
 def _rewrite(file: Path, settings: dict[str, Any], samples: Sequence[Sample]) -> None:
-    from ..files import write_text
-
     write_text("".join(json.dumps(r) + "\n" for r in (settings, *map(asdict, samples))), file)
 
 

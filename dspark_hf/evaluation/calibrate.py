@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..configuration_dspark import DSparkConfig
-from ..files import move_files, write_json
+from ..files import holds_drafter, move_files, refuse_other_models, write_json
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
 from ..scheduling.calibration import Calibration, expected_calibration_error, fit_calibration, survival
@@ -78,14 +78,29 @@ def run_calibration(
         )
     samples = collect(target, drafter, conversations, options, "full", file, "calibrate")
     length = drafter.config.num_draft_tokens
-    fit = full_rounds((s for s in samples if s.index % 2 == 0), length)
-    held_out = full_rounds((s for s in samples if s.index % 2 == 1), length)
+    fitted_on = _every_second(conversations)
+    fit = full_rounds((s for s in samples if s.index in fitted_on), length)
+    held_out = full_rounds((s for s in samples if s.index not in fitted_on), length)
     if not len(fit) or not len(held_out):
         raise ValueError(
             f"{len(fit)} rounds to fit and {len(held_out)} to report on came of {len(conversations)} prompts with "
             f"{options.max_new_tokens} new tokens: give at least two prompts that can be answered, and more tokens."
         )
     return report_on(fit, held_out, options.temperature)
+
+
+def _every_second(conversations: Sequence[Conversation]) -> set[int]:
+    """Indices of every second conversation of each source; a source that has one alone is taken in turn."""
+    counts: dict[tuple[str, str], int] = {}
+    chosen = set()
+    for index, conversation in enumerate(conversations):
+        key = conversation.domain, conversation.source
+        # Sources begin with either half in turn, so that sets of single prompts are halved too.
+        place = counts.setdefault(key, len(counts) % 2)
+        counts[key] = place + 1
+        if place % 2 == 0:
+            chosen.add(index)
+    return chosen
 
 
 def report_on(fit: Rounds, held_out: Rounds, temperature: float) -> CalibrationReport:
@@ -114,10 +129,8 @@ def report_on(fit: Rounds, held_out: Rounds, temperature: float) -> CalibrationR
 
 
 def _auc(predicted: np.ndarray, happened: np.ndarray) -> float | None:
-    try:
-        from sklearn.metrics import roc_auc_score
-    except ImportError:
-        raise OSError("Calibration's report needs scikit-learn: pip install 'dspark-hf[eval]'.") from None
+    from sklearn.metrics import roc_auc_score
+
     return None if happened.all() or not happened.any() else float(roc_auc_score(happened, predicted))
 
 
@@ -130,21 +143,14 @@ def check_destination(source: str, destination: Path | None) -> Path:
     Raises:
         ValueError: the source is no folder of ours and no destination was given, or that holds another model.
     """
-    own = _is_ours(Path(source))
     if destination is None:
-        if not own:
+        if not holds_drafter(Path(source)):
             raise ValueError(
                 f"{source} is no folder in this package's form, so the calibration can't be put there. Give --out FOLDER."
             )
         return Path(source)
-    if (destination / "config.json").is_file() and not _is_ours(destination):
-        raise ValueError(f"{destination} holds another model. Give --out a new folder, or one of a drafter's.")
+    refuse_other_models(destination, "--out")
     return destination
-
-
-def _is_ours(folder: Path) -> bool:
-    config = folder / "config.json"
-    return config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("model_type") == "dspark"
 
 
 def store_calibration(drafter: DSparkDraftModel, report: CalibrationReport, source: str, folder: Path) -> None:

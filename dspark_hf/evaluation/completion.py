@@ -50,7 +50,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class DecodingOptions:
-    """`temperature` 0 is greedy; `seed` makes a sampled answer repeatable."""
+    """`temperature` 0 is greedy; `seed` starts the draws."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0

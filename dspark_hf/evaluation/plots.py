@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..files import write_bytes
 from ..scheduling.calibration import reliability, survival
 from ..scheduling.step_rates import StepRates
 from .calibrate import CalibrationReport
@@ -19,10 +20,8 @@ _MARKERS = "osD^vP*"
 
 
 def _figure(columns: int = 1, width: float = 5.0, height: float = 4.0):
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise OSError("Figures need matplotlib: pip install 'dspark-hf[eval]'.") from None
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width * columns, height), layout="constrained")
     return figure, np.atleast_1d(figure.subplots(1, columns))
 
@@ -35,11 +34,8 @@ def png(figure) -> bytes:
 
 
 def write_png(figure, path: Path) -> None:
-    """Write under a temporary name, then rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(png(figure))
-    temporary.replace(path)
+    """The figure as a file, written as a whole."""
+    write_bytes(png(figure), path)
 
 
 def reliability_diagram(curves: dict[str, np.ndarray], accepted: np.ndarray, positions: Sequence[int] | None = None):

@@ -29,7 +29,6 @@ from .completion import DecodingOptions, check_length, timed_generate
 from .policies import OWN, using_policy
 from .prompt_sets import Conversation
 
-BASELINES = ("plain", "plain_tuned", "prompt_lookup")
 _LOOKUP_TOKENS = 10  # transformers' own example value
 
 

@@ -23,8 +23,9 @@ class RoundOutcome:
     """What one finished round was.
 
     depth: context tokens before the anchor. limit: tokens the block was made for, 0 where nothing was drafted. rows: tokens
-    of the target's forward, more than drafted + 1 where it was padded. survival: (a_1, a_2, ...) as far as they became
-    known, the refused position's too. Times are in seconds, `seconds` of the whole round.
+    of the target's forward, more than drafted + 1 where it was padded. backlog: context tokens that the draft took in
+    first. survival: (a_1, a_2, ...) as far as they became known, the refused position's too. Times are in seconds,
+    `seconds` of the whole round.
     """
 
     depth: int
@@ -33,6 +34,7 @@ class RoundOutcome:
     accepted: int
     committed: int
     rows: int
+    backlog: int
     survival: Sequence[float]
     draft_seconds: float
     verify_seconds: float

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from .admission import Parking, RoundOutcome
 from .step_rates import StepRates
 
+_MEMORY = 0.98  # what a round still weighs in λ one round later
 _PRIOR_TOKENS = 4.0  # λ starts at the rate of plain decoding, with the weight of this many tokens
 _LEVEL_PACE = 0.1  # share of a round's deviation that the expectation for the next rounds takes over
 _MOST_INFORMATION = 16.0  # bounds what past outcomes weigh, so that a text that changes is followed
@@ -61,6 +62,7 @@ class LookaheadScheduler:
     _shift: float = field(default=0.0, init=False, repr=False)  # of all confidences, in logits: what the run shows
     _information: float = field(default=0.0, init=False, repr=False)
     _level: float = field(default=0.0, init=False, repr=False)  # of the last rounds' confidences above expectation
+    _probing: bool = field(default=False, init=False, repr=False)
     _depth: int = field(default=1, init=False, repr=False)
     _limit: int | None = field(default=None, init=False, repr=False)
 
@@ -82,6 +84,7 @@ class LookaheadScheduler:
             self.parking.resume()
         elif not self.parking.refuse():
             best = 0
+        self._probing = self.gate and value <= 0 and best > 0
         self._limit = best
         return best
 
@@ -100,6 +103,8 @@ class LookaheadScheduler:
 
     def admit(self, position: int, survival_so_far: list[float]) -> bool:
         """Whether some prefix that ends at `position` or later is worth more than stopping here."""
+        if self._probing and position == 1:
+            return True  # or it would learn nothing
         limit = max(position, self._limit or position)
         if self.reads_survival:
             known = self._corrected(survival_so_far)
@@ -154,9 +159,10 @@ class LookaheadScheduler:
             self._overhead += 0.1 * (min(other, plain) - self._overhead)
         if self._seconds == 0.0:
             self._seconds = _PRIOR_TOKENS * (plain + self._overhead)
-        self._tokens += outcome.committed
         cost = self.step_rates.round_cost(outcome.limit, outcome.drafted, outcome.rows, outcome.depth)
-        self._seconds += cost + self._overhead
+        # Old rounds fade: a token in a hard stretch is worth what tokens cost there.
+        self._tokens = _MEMORY * self._tokens + outcome.committed
+        self._seconds = _MEMORY * self._seconds + cost + self._overhead
         if outcome.limit:
             self._learn(outcome)
 

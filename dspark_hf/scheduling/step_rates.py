@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 _FORMAT = 1
 _GLOBAL_PACE, _ROW_PACE = 0.1, 0.05  # share of a live deviation that one round takes over
+_MOST_BACKLOG = 16  # a draft that first took in more context (a prompt, plain steps) says nothing of the usual one
 _MOST_DEVIATION = 2.0  # one round counts at most as this much faster or slower than expected
 
 
@@ -140,7 +141,8 @@ class StepRates:
         if rows in self._index:
             self._row_factor[self._index[rows]] *= ratio**_ROW_PACE
             self._curves.clear()
-        if outcome.limit and (expected := self.draft_cost(outcome.limit, outcome.drafted)) > 0:
+        expected = self.draft_cost(outcome.limit, outcome.drafted)
+        if expected > 0 and outcome.backlog <= _MOST_BACKLOG:
             self._speed["draft"] *= _bounded(outcome.draft_seconds / expected) ** _GLOBAL_PACE
 
     # -- file --------------------------------------------------------------------------------------------------------

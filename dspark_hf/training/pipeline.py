@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..configuration_dspark import DSparkConfig
-from ..files import move_files
+from ..files import move_files, refuse_other_models
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
 from .features import FeatureStore, compute_features
@@ -211,9 +211,7 @@ def prepare_folders(options: TrainOptions) -> None:
     Raises:
         ValueError: the output folder holds another model, which the drafter would overwrite.
     """
-    config = options.output / "config.json"
-    if config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("model_type") != "dspark":
-        raise ValueError(f"{options.output} holds another model. Give --output a new folder, or one of a drafter's.")
+    refuse_other_models(options.output, "--output")
     options.work_dir.mkdir(parents=True, exist_ok=True)
     if options.restart:
         for name in _WORK_FILES:
@@ -224,15 +222,16 @@ def run_training(target: Target, options: TrainOptions, say=print) -> TrainRepor
     """All stages; each goes on where an earlier run was stopped. `say` prints a line to the user."""
     prepare_folders(options)
     torch.manual_seed(options.seed)
+    config = drafter_config(target.model, options, target.name)
+    earlier = None if options.init_from is None else load_earlier(config, options.init_from)
     worker = working_copy(target.model)
     answers = make_answers(target, worker, options, say)
     answer_tokens = sum(len(a.response_ids) for a in answers)
     say(f"{len(answers)} answers, {answer_tokens:,} answer tokens.")
 
-    config = drafter_config(target.model, options, target.name)
     drafter = DSparkDraftModel(config).to(target.model.device)
-    if options.init_from is not None:
-        start_from(drafter, options.init_from)
+    if earlier is not None:
+        drafter.load_state_dict(earlier.state_dict())
     elif config.has_reduced_vocab:
         tokens = frequent_tokens(answers, len(drafter.draft_token_ids()), config.vocab_size)
         drafter.set_draft_vocabulary(tokens)
@@ -268,24 +267,27 @@ def run_training(target: Target, options: TrainOptions, say=print) -> TrainRepor
     return report
 
 
-def start_from(drafter: DSparkDraftModel, folder: Path) -> None:
-    """Take weights and draft vocabulary of an earlier drafter.
+# What must be alike to go on from an earlier drafter's weights.
+_SHAPE = "vocab_size draft_vocab_size hidden_size target_hidden_size intermediate_size num_hidden_layers head_dim"
+_HEADS = "num_attention_heads num_key_value_heads markov_head_type markov_rank enable_confidence_head"
+_MEANING = "confidence_head_with_markov rope_parameters layer_types sample_from_anchor target_layer_ids mask_token_id"
+_SAME_FOR_INIT = f"{_SHAPE} {_HEADS} {_MEANING} block_size has_own_embeddings".split()
+
+
+def load_earlier(config: DSparkConfig, folder: Path) -> DSparkDraftModel:
+    """The drafter to go on from.
 
     Raises:
-        ValueError: its config differs in what decides the weights' shapes or meaning.
+        ValueError: its config differs from the new one's in what decides the weights' shapes or meaning.
     """
     earlier = DSparkDraftModel.from_pretrained(folder, dtype=torch.float32)
-    names = (
-        "vocab_size draft_vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-        "num_key_value_heads head_dim markov_head_type markov_rank block_size target_layer_ids mask_token_id"
-    )
-    for name in names.split():
-        theirs, ours = getattr(earlier.config, name), getattr(drafter.config, name)
+    for name in _SAME_FOR_INIT:
+        theirs, ours = getattr(earlier.config, name), getattr(config, name)
         if theirs != ours:
             raise ValueError(
                 f"--init-from {folder}: its {name} is {theirs}, the new drafter's {ours}. Give the same options as for it."
             )
-    drafter.load_state_dict(earlier.state_dict())
+    return earlier
 
 
 def save_drafter(drafter: DSparkDraftModel, options: TrainOptions, report: TrainReport) -> None:
