@@ -254,6 +254,28 @@ def test_the_gate_parks_a_useless_drafter_and_looks_again():
     assert policy.begin_round(900, 2) == 2
 
 
+@pytest.mark.parametrize("reads_survival", [True, False], ids=["with a head", "without one"])
+def test_a_probe_learns_from_what_it_drafts(reads_survival):
+    """Rejections that park it do not silence it: a probe verifies a token even where that does not seem to pay."""
+    rates = still(StepRates([1, 2, 3], [1], [[1.0, 1.1, 1.2]], [[0.0] * 3], [0.3, 0.3], 0.0))
+    policy = LookaheadScheduler(rates, reads_survival=reads_survival).fresh()
+    good, verified = [], []
+    for i in range(400):
+        limit = policy.begin_round(10 + i, 2)
+        survival, length = [], 0
+        while length < limit:
+            survival.append(0.5 ** (length + 1))
+            if not policy.admit(length + 1, survival if reads_survival else []):
+                break
+            length += 1
+        accepted = 0 if i < 100 else length
+        known = survival if reads_survival else []
+        policy.end_round(outcome(known, length, accepted, limit=limit))
+        (verified if i < 100 else good).append(length)
+    assert sum(verified[20:]) > 0
+    assert sum(good[-20:]) == 40
+
+
 def test_a_guarded_length_parks_a_useless_drafter():
     policy, drafted = GuardedLength(3).fresh(), []
     for i in range(200):

@@ -15,6 +15,7 @@ from test_cli import names, pair, run  # noqa: F401
 from dspark_hf import DSparkDraftModel
 from dspark_hf.evaluation import acceptance, prompt_sets
 from dspark_hf.evaluation.acceptance import Rounds, Sample, acceptance_figures, collect, full_rounds, threshold_sweep
+from dspark_hf.evaluation.calibrate import _every_second
 from dspark_hf.evaluation.completion import DecodingOptions
 from dspark_hf.evaluation.policies import check_policy, make_policy, using_policy
 from dspark_hf.evaluation.prompt_sets import PUBLIC_SETS, load_conversations
@@ -96,6 +97,10 @@ def test_collect_goes_on_where_it_stopped(tiny, tmp_path, monkeypatch):
     assert [s.rounds for s in again] == [s.rounds for s in whole]
     with pytest.raises(ValueError, match="other settings"):
         collect(target, drafter, conversations, DecodingOptions(9, 1.0), file=file)
+    with torch.no_grad():
+        drafter.fc.weight.mul_(1.1)  # trained on in the meantime
+    with pytest.raises(ValueError, match="other settings"):
+        collect(target, drafter, conversations, options, file=file)
 
 
 def test_a_failing_sample_is_counted(tiny, tmp_path, monkeypatch):
@@ -109,10 +114,14 @@ def test_a_failing_sample_is_counted(tiny, tmp_path, monkeypatch):
         return real(model, ids, *args, **kwargs)
 
     monkeypatch.setattr(acceptance, "timed_generate", failing)
-    samples = collect(target, drafter, conversations, DecodingOptions(8))
+    file = tmp_path / "rounds.jsonl"
+    samples = collect(target, drafter, conversations, DecodingOptions(8), file=file)
     figures = acceptance_figures(samples, 4)
     assert figures["failed"] == 1
     assert "out of memory" in next(s.error for s in samples if s.error)
+    monkeypatch.setattr(acceptance, "timed_generate", real)
+    samples = collect(target, drafter, conversations, DecodingOptions(8), file=file)  # tried again
+    assert acceptance_figures(samples, 4)["failed"] == 0
 
 
 def test_settings_of_the_drafter_are_left_as_they_were(tiny):
@@ -121,6 +130,17 @@ def test_settings_of_the_drafter_are_left_as_they_were(tiny):
     with using_policy("fixed:2", target.model, drafter):
         assert drafter.admission.length == drafter.generation_config.num_assistant_tokens == 2
     assert (drafter.admission, drafter.generation_config.num_assistant_tokens) == (None, before)
+
+
+def test_both_halves_of_a_calibration_have_every_source():
+    def conversation(domain, source):
+        return prompt_sets.Conversation(domain, source, [{"role": "user", "content": "w5"}])
+
+    alternating = [conversation("a", "a"), conversation("b", "b")] * 4
+    half = _every_second(alternating)
+    for domain in "ab":
+        assert sum(alternating[i].domain == domain for i in half) == 2
+    assert len(_every_second([conversation("a", str(i)) for i in range(6)])) == 3
 
 
 @pytest.mark.parametrize("name", ["full", "fixed:3", "threshold:0.4", "throughput", "lagged", "lookahead"])
@@ -231,7 +251,7 @@ def bad_inputs():
         "bench policy": (["bench", "--policies", "fixed:1,nonsense"], "no policy 'nonsense'"),
         "no rows": (["profile", "--max-rows", 0], "at least 1"),
         "depths": (["profile", "--depths", "a,b"], "--depths takes numbers"),
-        "too deep": (["profile", "--depths", "9000"], "context of 256"),
+        "too wide": (["profile", "--max-rows", 9000], "context of 256"),
         "temperature": (["calibrate", "--temperature", -1], "at least 0"),
     }
 

@@ -139,7 +139,8 @@ SCHEDULERS = {
 @pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
 def test_sampled_distribution_is_exact(policy, arguments, reduced, monkeypatch):
     """Vocabulary 4, horizon 3: every outcome of drafting and acceptance, through generate() itself."""
-    vocab, horizon = 4, 4 if policy is SCHEDULERS["lookahead-parking"] else 3
+    needs_more = [SCHEDULERS[name] for name in ("throughput-padded", "lookahead-padded", "lookahead-parking")]
+    vocab, horizon = 4, 4 if any(policy is p for p in needs_more) else 3
     target = make_target(seed=5, vocab_size=vocab, num_hidden_layers=3, initializer_range=0.2)
     drafter = make_drafter(
         target,

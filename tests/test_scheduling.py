@@ -124,6 +124,25 @@ def test_padding_stays_inside_the_length_limit(cap):
     assert max(r.rows for r in drafter.last_generation.history) <= 5
 
 
+def test_a_policy_that_asks_for_too_much_gets_what_there_is_room_for():
+    target = make_target()
+    drafter = calibrated(target)
+    drafter.admission = TwoTokens(None)
+    drafter.admission.begin_round = lambda depth, limit: 99
+    assert torch.equal(generate(target, tokens=11), generate(target, drafter, tokens=11))
+    assert drafter.last_generation.drafted[3] > 0
+
+
+def test_padding_in_a_static_cache(target):
+    """A static cache has no place beyond the generation's length."""
+    drafter = calibrated(target)
+    drafter.admission = TwoTokens(table(1.0, 2.0, 2.0, 1.9, 1.2))
+    for tokens in range(3, 12):
+        plain = generate(target, tokens=tokens)
+        fast = generate(target, drafter, tokens=tokens, cache_implementation="static")
+        assert torch.equal(plain, fast)
+
+
 def test_a_useless_drafter_is_parked(target):
     drafter = calibrated(target)
     drafter.step_rates = table(1.0, 1.3, 1.6, 1.9, 2.2, draft=0.4)

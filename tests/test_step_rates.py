@@ -101,9 +101,10 @@ def test_measuring_other_families(family):
     assert rates.depths == [40]
 
 
-def test_a_plan_that_does_not_fit(target, drafter):
+def test_depths_that_do_not_fit(target, drafter):
+    assert measure_step_rates(target, drafter, ProfilePlan((1, 6), (40, 4096, 9999), sweeps=1)).depths == [40, 250]
     with pytest.raises(ValueError, match="context of 256"):
-        measure_step_rates(target, drafter, ProfilePlan((1,), (4096,)))
+        measure_step_rates(target, drafter, ProfilePlan((1, 300), (40,)))
     with pytest.raises(ValueError, match="at least 1"):
         ProfilePlan((0,), (8,))
 
@@ -149,7 +150,7 @@ def test_a_table_holds_for_its_circumstances():
     torch.set_num_threads(threads + 1)
     assert key != table_key(target, drafter)
     torch.set_num_threads(threads)
-    assert key != table_key(make_target(vocab_size=30), drafter)
+    assert key != table_key(make_target(num_hidden_layers=5, dtype=torch.float32), drafter)
 
 
 def test_scheduled_for_a_drafter_without_confidence(target):
@@ -171,3 +172,28 @@ def test_generate_finds_the_table_that_profile_kept():
     target.generate(prompt_ids(), max_new_tokens=6, do_sample=False, assistant_model=drafter)
     assert drafter.step_rates.rows == profiled.rows
     assert drafter.step_rates.key == table_key(target, drafter)
+
+
+def test_an_unbound_drafter_finds_its_table(target):
+    """The head's rows of a reduced draft vocabulary are among the linear layers that the table holds for."""
+    target = make_target(dtype=torch.float32)
+    first = make_drafter(target, draft_vocab_size=8)
+    rates = step_rates_of(target, first)
+    unbound = make_drafter(target, draft_vocab_size=8, bind=False)
+    assert scheduled(target, unbound).step_rates == rates
+
+
+def test_where_nothing_can_be_measured_whole_blocks_are_drafted(target, drafter, monkeypatch, caplog):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(profiling, "measure_step_rates", fail)
+    target.generate(prompt_ids(), max_new_tokens=8, do_sample=False, assistant_model=calibrated(drafter))
+    assert drafter.last_generation.policy == "GuardedLength"
+    assert "no such kernel" in caplog.text
+
+
+def test_a_draft_after_many_plain_steps_says_nothing_of_the_usual_one():
+    rates = StepRates([1, 2], [1], [[1.0, 2.0]], [[0.0, 0.0]], [0.5], 0.0)
+    rates.observe(outcome([], drafted=1, rows=2, limit=1, backlog=500, draft_seconds=9.0, verify_seconds=2.0))
+    assert rates.draft_cost(1, 1) == 0.5
