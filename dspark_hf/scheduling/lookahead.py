@@ -63,7 +63,9 @@ class LookaheadScheduler:
     _information: float = field(default=0.0, init=False, repr=False)
     _level: float = field(default=0.0, init=False, repr=False)  # of the last rounds' confidences above expectation
     _probing: bool = field(default=False, init=False, repr=False)
-    _depth: int = field(default=1, init=False, repr=False)
+    _verify: list[float] = field(default_factory=list, init=False, repr=False)
+    _step: float = field(default=0.0, init=False, repr=False)
+    _rate: float = field(default=0.0, init=False, repr=False)
     _limit: int | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -77,8 +79,9 @@ class LookaheadScheduler:
 
     def begin_round(self, depth: int, limit: int) -> int:
         """The block length worth drafting now, 0 where a plain step is expected to give more tokens per second."""
-        self._depth = depth
-        value, best = max((self._block_value(n), -n) for n in range(1, limit + 1))
+        self._look_up(depth, limit)
+        values = self._block_values(limit)
+        value, best = max((value, -n) for n, value in enumerate(values, start=1))
         best = -best
         if value > 0 or not self.gate:
             self.parking.resume()
@@ -88,16 +91,28 @@ class LookaheadScheduler:
         self._limit = best
         return best
 
-    def _block_value(self, limit: int) -> float:
-        """Expected tokens of a block for `limit` tokens beyond a plain step's, less λ times its additional seconds.
+    def _look_up(self, depth: int, limit: int) -> None:
+        """This round's λ, and the seconds that verifying 1, 2, ... tokens and one more drafted token take."""
+        rates = self.step_rates
+        self._verify = [rates.cost(n, depth) for n in range(1, limit + 2)]
+        self._step = rates.draft_cost(1, 1) - rates.draft_cost(1, 0)
+        plain = 1.0 / (self._verify[0] + self._overhead)
+        # Never below plain decoding's rate, which is always to be had.
+        self._rate = max(self._tokens / self._seconds, plain) if self._seconds else plain
+
+    def _block_values(self, limit: int) -> list[float]:
+        """For blocks made for 1 to `limit` tokens: expected tokens beyond a plain step's, less λ times the additional seconds.
 
         Half of the rounds are taken to lie above the expectation, half below, each cut where it pays best.
         """
-        gain, spread = 0.0, _SPREAD if self.reads_survival else 0.0
+        values = [-self._rate * self.step_rates.draft_cost(n, 0) for n in range(1, limit + 1)]
+        spread = _SPREAD if self.reads_survival else 0.0
         for deviation in (-spread, spread):
-            tail = self._tail(0, limit, deviation)
-            gain += 0.5 * max(self._best_gain(0, 1.0, tail, limit), 0.0)
-        return gain - self._rate() * self.step_rates.draft_cost(limit, 0)
+            best = 0.0
+            for n, gain in enumerate(self._gains(0, 1.0, self._tail(0, limit, deviation))):
+                best = max(best, gain)
+                values[n] += 0.5 * best
+        return values
 
     # -- while drafting ----------------------------------------------------------------------------------------------
 
@@ -106,6 +121,8 @@ class LookaheadScheduler:
         if self._probing and position == 1:
             return True  # or it would learn nothing
         limit = max(position, self._limit or position)
+        if limit >= len(self._verify):  # asked without `begin_round`
+            self._look_up(1, limit)
         if self.reads_survival:
             known = self._corrected(survival_so_far)
             deviation = _logit(known[-1]) - self._expected.of(position - 1) - self._shift - self._level
@@ -114,23 +131,16 @@ class LookaheadScheduler:
         else:
             guess = self._tail(0, limit, 0.0)
             tail, before = guess[position - 1 :], math.prod(guess[: position - 1])
-        return self._best_gain(position - 1, before, tail, limit) > 0
+        return max(self._gains(position - 1, before, tail)) > 0
 
-    def _best_gain(self, length: int, survival: float, tail: Sequence[float], limit: int) -> float:
-        """The most that going on from `length` drafted tokens, alive with probability `survival`, is worth."""
-        rates, best, tokens = self.step_rates, -math.inf, 0.0
-        rate, start = self._rate(), rates.cost(length + 1, self._depth)
+    def _gains(self, length: int, survival: float, tail: Sequence[float]) -> list[float]:
+        """What going on by 1, 2, ... tokens from `length`, alive with probability `survival`, is worth."""
+        gains, tokens, start = [], 0.0, self._verify[length]
         for n, acceptance in enumerate(tail, start=1):
             survival *= acceptance
             tokens += survival
-            extra = (
-                rates.cost(length + n + 1, self._depth)
-                - start
-                + rates.draft_cost(limit, n)
-                - rates.draft_cost(limit, 0)
-            )
-            best = max(best, tokens - rate * extra)
-        return best
+            gains.append(tokens - self._rate * (self._verify[length + n] - start + n * self._step))
+        return gains
 
     def _corrected(self, survival: Sequence[float]) -> list[float]:
         """Conditional confidences c_1..c_k with the shift that this run has shown."""
@@ -174,11 +184,6 @@ class LookaheadScheduler:
         for k, c in enumerate(known[: min(outcome.accepted + 1, outcome.drafted)]):
             self._information = min(self._information + c * (1 - c), _MOST_INFORMATION)
             self._shift += ((k < outcome.accepted) - c) / self._information
-
-    def _rate(self) -> float:
-        """λ: tokens per second of the run so far, never below plain decoding's (which is always to be had)."""
-        plain = 1.0 / (self.step_rates.cost(1, self._depth) + self._overhead)
-        return max(self._tokens / self._seconds, plain) if self._seconds else plain
 
 
 def _sigmoid(x: float) -> float:
