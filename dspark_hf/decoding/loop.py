@@ -197,7 +197,7 @@ class _Loop:
             return _Choice(verify_greedy(tokens, scores.argmax(-1)[None]), tokens, raw, scores)
         draft_probs = scores.new_zeros(1, 0, scores.shape[-1])
         if block is not None and drafted:
-            draft_probs = candidates.full_scores(block).to(scores.device).softmax(-1)
+            draft_probs = candidates.full_probs(block).to(scores.device)
         verification = verify_block(tokens, draft_probs.to(scores.dtype), scores.softmax(-1)[None])
         return _Choice(verification, tokens, raw, scores)
 

@@ -90,11 +90,18 @@ class StepRates:
         return self._at(rows, depth, 1)
 
     def padded_rows(self, rows: int, depth: int) -> int:
-        """The B' >= rows whose forward is the cheapest; `rows` itself unless another is at least 3 % cheaper."""
-        own = self.measured(rows, depth)
-        if self.cost(rows, depth) >= 0.97 * own:
+        """The B' >= rows whose forward is the cheapest; `rows` itself unless another is clearly cheaper.
+
+        By the curve as it was measured in one go: live rounds tell more of the rows in use than of the others. Clearly is
+        by 5 % at least, and by more than the spreads of both.
+        """
+        line = max(bisect_right(self.depths, depth) - 1, 0)
+        curve, spread = self.target_seconds[line], self.target_spread[line]
+        best = min((i for i, b in enumerate(self.rows) if b >= rows), key=lambda i: curve[i], default=None)
+        if best is None:
             return rows
-        return min((b for b in self.rows if b > rows), key=lambda b: self.measured(b, depth))
+        own, noise = _interpolate(self.rows, curve, rows), _interpolate(self.rows, spread, rows) + spread[best]
+        return self.rows[best] if own - curve[best] > max(0.05 * own, noise) else rows
 
     def draft_cost(self, limit: int, steps: int) -> float:
         """Seconds of drafting `steps` tokens in a block made for at most `limit`; 0 where nothing is drafted."""
@@ -139,7 +146,9 @@ class StepRates:
         ratio = _bounded(outcome.verify_seconds / self.measured(rows, outcome.depth))
         self._speed["target"] *= ratio**_GLOBAL_PACE
         if rows in self._index:
-            self._row_factor[self._index[rows]] *= ratio**_ROW_PACE
+            # What one B costs beyond the whole machine's pace; it fades, since one B alone can't tell the two apart.
+            i = self._index[rows]
+            self._row_factor[i] = self._row_factor[i] ** (1.0 - _ROW_PACE) * ratio**_ROW_PACE
             self._curves.clear()
         expected = self.draft_cost(outcome.limit, outcome.drafted)
         if expected > 0 and outcome.backlog <= _MOST_BACKLOG:
