@@ -32,7 +32,7 @@ _BENCH_COLUMNS = (
 def _table(title: str, columns: tuple[str, ...]) -> Table:
     table = Table(title=title)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left")
+        table.add_column(column, justify="right" if i else "left", no_wrap=i == 0)
     return table
 
 
