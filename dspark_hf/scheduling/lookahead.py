@@ -5,9 +5,10 @@ Does not own: confidences and their calibration, the step rates, the other polic
 Axes: γ positions; a_k survival, c_k = a_k / a_{k-1} confidence, λ tokens per second. Units: seconds.
 
 A round is worth its expected tokens minus λ times its seconds, with λ the rate of the run so far, in which old rounds fade
-(the renewal-reward form of Θ): what maximises that in each round maximises the rate of the whole run, not the ratio of one round. On a jagged
-curve the next token alone may not pay while three do, so each decision looks for the best longer prefix; positions whose
-confidence is not known yet enter with their expectation, never with what was or will be drawn (non-anticipating).
+(the renewal-reward form of Θ): what maximises that in each round maximises the rate of the run, not the ratio of one
+round. On a jagged curve the next token alone may not pay while three do, so each decision looks for the best longer
+prefix; positions whose confidence is not known yet enter with their expectation, never with what was or will be drawn
+(non-anticipating).
 """
 
 from __future__ import annotations
