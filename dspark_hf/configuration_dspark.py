@@ -15,6 +15,13 @@ from .packagings_dspark import to_dspark_dict
 
 MARKOV_HEAD_TYPES = ("none", "vanilla", "gated", "rnn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+# What calibration adds; it changes no weight and no cost.
+CALIBRATION_FIELDS = (
+    "confidence_temperatures",
+    "confidence_shifts",
+    "expected_acceptance",
+    "acceptance_persistence",
+)
 
 
 class DSparkConfig(PreTrainedConfig):

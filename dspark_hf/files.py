@@ -41,8 +41,11 @@ def write_json(data: Any, path: Path) -> None:
 
 def holds_drafter(folder: Path) -> bool:
     """Whether a folder holds a drafter in this package's own form."""
-    config = folder / "config.json"
-    return config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("model_type") == "dspark"
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # none there, or damaged
+        return False
+    return isinstance(config, dict) and config.get("model_type") == "dspark"
 
 
 def refuse_other_models(folder: Path, option: str) -> None:

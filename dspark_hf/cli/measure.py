@@ -84,9 +84,9 @@ def bench(
     options = DecodingOptions(max_new_tokens, temperature, seed=seed)
     seconds = step_seconds(loaded.model, draft_model)
     summary = summarise(run_bench(loaded, draft_model, chosen, options, names)) | {"step_seconds": seconds}
-    if json_file is not None:
-        write_json(summary, json_file)
     out.print(bench_table(summary))
+    if json_file is not None:  # after printing, so that a file that can't be written costs no figures
+        write_json(summary, json_file)
 
 
 @app.command(epilog="Example: dspark-hf profile --max-rows 16 --depths 128,1024 --plot curve.png")

@@ -123,12 +123,8 @@ def policy_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> Policy:
     if admission is None and cap and drafter.config.is_calibrated:
         try:
             admission = scheduled(target, drafter)
-        except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-            AttributeError,
-        ) as error:  # whatever a target of its own kind raises
+        # Whatever a target of its own kind raises.
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
             logger.warning_once(
                 f"The step rates of {type(target).__name__} can't be measured ({type(error).__name__}: {error}), so every "
                 "round drafts a whole block. Set drafter.step_rates to a table of your own to have it scheduled."

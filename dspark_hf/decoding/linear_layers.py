@@ -10,6 +10,7 @@ costs more than sixteen. The products are the same, summed in another order, as 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import platform
@@ -33,6 +34,7 @@ from ..modeling_dspark import DSparkDraftModel
 logger = logging.get_logger(__name__)
 FORMS = ("stock", "transposed", "packed")
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 128)  # measured; in between the next one's choice, beyond the last's
+_PLACES = [bisect_left(ROWS, rows) for rows in range(ROWS[-1] + 1)]  # in ROWS, of each number of rows
 _MOST_MEMORY = 0.25  # share of the free memory that packed copies may take
 _WORTH = 0.97  # another form than the stock one must take less than this share of its time
 _GROUP = 12  # layers of one shape that are gone through, so that their weights are not in the cache
@@ -61,6 +63,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
 
 
+@functools.cache
 def cpu_name() -> str:
     """The processor's model."""
     try:
@@ -144,7 +147,7 @@ class LinearLayers:
         if "packed" in choice:
             packed = self.packed(module)
             forms["packed"] = lambda x: packed_linear(x, packed, bias)
-        by_rows = [forms[choice[bisect_left(ROWS, rows)]] for rows in range(ROWS[-1] + 1)]
+        by_rows = [forms[choice[place]] for place in _PLACES]
         last = by_rows[-1]
 
         def forward(x: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,6 @@ def speculative_decoding(
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
     """Decode one sequence; arguments and result as in transformers' `_assisted_decoding`."""
-    drafter.bind_target(target)
     policy = policy_of(target, drafter)  # measures this machine at first use
     loop = _Loop(target, logits_processor, stopping_criteria, generation_config, drafter, streamer, policy)
     with tuned(target, drafter), loop.stats.timed("total"):

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
+from ..configuration_dspark import CALIBRATION_FIELDS
 from ..modeling_dspark import DSparkDraftModel
 from ..scheduling.admission import FixedLength
 from ..scheduling.step_rates import StepRates, load_step_rates
@@ -36,7 +37,6 @@ logger = logging.get_logger(__name__)
 QUICK_DEPTHS = (128, 1024)
 DEPTHS = (128, 1024, 4096)
 MAX_ROWS = 64
-_CALIBRATION = ("confidence_temperatures", "confidence_shifts", "expected_acceptance", "acceptance_persistence")
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,13 @@ def table_key(target: PreTrainedModel, drafter: DSparkDraftModel) -> dict[str, A
 
 def _digest(config: Any) -> str:
     """A hash of what makes the forward: without names, versions and what calibration adds."""
-    ignored = ("_name_or_path", "transformers_version", *_CALIBRATION)
+    ignored = ("_name_or_path", "transformers_version", *CALIBRATION_FIELDS)
     record = {k: v for k, v in config.to_dict().items() if k not in ignored}
     return hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def step_rates_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> StepRates:
     """The pair's table: the one in use, else the stored one, else one measured now in about ten seconds and stored."""
-    drafter.bind_target(target)
     key = table_key(target, drafter)
     if drafter.step_rates is not None and (not drafter.step_rates.key or drafter.step_rates.key == key):
         return drafter.step_rates

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..configuration_dspark import DSparkConfig
+from ..configuration_dspark import CALIBRATION_FIELDS, DSparkConfig
 from ..files import holds_drafter, move_files, refuse_other_models, write_json
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
@@ -134,9 +134,6 @@ def _auc(predicted: np.ndarray, happened: np.ndarray) -> float | None:
     return None if happened.all() or not happened.any() else float(roc_auc_score(happened, predicted))
 
 
-_FIELDS = ("confidence_temperatures", "confidence_shifts", "expected_acceptance", "acceptance_persistence")
-
-
 def check_destination(source: str, destination: Path | None) -> Path:
     """Where the calibrated drafter goes: `destination`, or the source's own folder.
 
@@ -165,7 +162,7 @@ def store_calibration(drafter: DSparkDraftModel, report: CalibrationReport, sour
     drafter.generation_config.num_assistant_tokens = config.num_draft_tokens
     if folder.resolve() == Path(source).resolve():
         stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        write_json(stored | {name: getattr(config, name) for name in _FIELDS}, folder / "config.json")
+        write_json(stored | {name: getattr(config, name) for name in CALIBRATION_FIELDS}, folder / "config.json")
         write_json(json.loads(drafter.generation_config.to_json_string()), folder / "generation_config.json")
     else:
         dtype = DSparkConfig.from_pretrained(source).dtype or drafter.dtype

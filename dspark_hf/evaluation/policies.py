@@ -22,11 +22,11 @@ NAMES = "own, full, fixed:N, threshold:T, throughput, lagged, lookahead"
 
 def check_policy(name: str) -> None:
     """Refuse a name that `make_policy` would, before anything is loaded."""
-    if _fixed_policy(name) is None and name not in (OWN, "full", "throughput", "lagged", "lookahead"):
+    if _numbered_policy(name) is None and name not in (OWN, "full", "throughput", "lagged", "lookahead"):
         raise ValueError(f"There is no policy {name!r}. Allowed: {NAMES}.")
 
 
-def _fixed_policy(name: str) -> FixedLength | ConfidenceThreshold | None:
+def _numbered_policy(name: str) -> FixedLength | ConfidenceThreshold | None:
     kind, _, number = name.partition(":")
     try:
         if kind == "fixed":
@@ -45,8 +45,8 @@ def make_policy(name: str, target: PreTrainedModel, drafter: DSparkDraftModel) -
         ValueError: another name, or a number that is not allowed.
     """
     check_policy(name)
-    if (fixed := _fixed_policy(name)) is not None:
-        return fixed
+    if (numbered := _numbered_policy(name)) is not None:
+        return numbered
     if name == "full":
         return FixedLength(drafter.config.num_draft_tokens)
     if name == "throughput":

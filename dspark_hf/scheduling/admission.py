@@ -100,8 +100,6 @@ class Parking:
 
     first_wait: int = 2
     longest_wait: int = 64
-    num_probes: int = field(default=0, init=False)
-    num_parked: int = field(default=0, init=False)
     _interval: int = field(default=0, init=False, repr=False)
     _wait: int = field(default=0, init=False, repr=False)
 
@@ -109,11 +107,9 @@ class Parking:
         """Drafting does not seem to pay: whether to draft in this round all the same, to look again."""
         if self._interval and not self._wait:
             self._interval = self._wait = min(2 * self._interval, self.longest_wait)
-            self.num_probes += 1
             return True
         self._interval = self._interval or self.first_wait
         self._wait = (self._wait or self._interval) - 1
-        self.num_parked += 1
         return False
 
     def resume(self) -> None:
