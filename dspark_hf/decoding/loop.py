@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,27 +25,14 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput
 
-from ..drafting_dspark import DraftBlock, scores_dtype
+from ..drafting_dspark import DraftBlock
 from ..modeling_dspark import DSparkDraftModel
 from .candidates import DSparkCandidateGenerator, context_of, keep_context, policy_of
+from .commit import Choice, Text, choose
 from .compat import CACHE_ARGUMENT, cache_of
 from .linear_layers import tuned
-from .sampling import process_rows
 from .stats import GenerationStats, RoundRecord, synchronize
 from .targets import TargetTaps
-from .verification import Verification, verify_block, verify_greedy
-
-
-@dataclass
-class _Text:
-    """The text so far and what is recorded of each of its new tokens."""
-
-    input_ids: torch.LongTensor  # [1, L]
-    scores: tuple[torch.Tensor, ...] | None
-    logits: tuple[torch.Tensor, ...] | None
-    hidden_states: tuple = field(default_factory=tuple)
-    attentions: tuple = field(default_factory=tuple)
-    finished: bool = False
 
 
 def speculative_decoding(
@@ -72,14 +58,14 @@ class _Loop:
     ) -> None:
         self.target, self.drafter, self.streamer, self.policy = target, drafter, streamer, policy
         self.processors, self.criteria, self.config = logits_processor, stopping_criteria, generation_config
+        self.hidden_states: tuple = ()
+        self.attentions: tuple = ()
         self.stats = GenerationStats(drafter.config.num_draft_tokens, type(policy.admission).__name__)
 
     def run(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]):
         config = self.config
         keep = config.return_dict_in_generate
-        text = _Text(
-            input_ids, () if keep and config.output_scores else None, () if keep and config.output_logits else None
-        )
+        text = Text(input_ids, config, self.criteria, self.streamer)
         cache = model_kwargs[CACHE_ARGUMENT]
         cache.activate_past_recording()
         mask = model_kwargs.get("attention_mask")
@@ -120,12 +106,12 @@ class _Loop:
             sequences=text.input_ids,
             scores=text.scores,
             logits=text.logits,
-            attentions=text.attentions or None,
-            hidden_states=text.hidden_states or None,
+            attentions=self.attentions or None,
+            hidden_states=self.hidden_states or None,
             **{CACHE_ARGUMENT: cache},
         )
 
-    def _round(self, text: _Text, candidates, taps: TargetTaps, cache, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _round(self, text: Text, candidates, taps: TargetTaps, cache, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         stats, before = self.stats, text.input_ids.shape[1]
         started, spent = time.perf_counter(), (stats.draft_seconds, stats.verify_seconds)
         with stats.timed("scheduling"):
@@ -185,63 +171,27 @@ class _Loop:
             inputs["logits_to_keep"] = rows
         return self.target(**inputs, return_dict=True)
 
-    def _choose(self, logits, candidate_ids, block: DraftBlock | None, candidates) -> _Choice:
-        """Process the target's scores and decide which drafted tokens stand, and what follows them."""
-        do_sample = self.config.do_sample
-        raw = logits[0].to(candidate_ids.device, scores_dtype(logits) if do_sample else torch.float32)  # [K + 1, V]
-        scores = process_rows(self.processors, candidate_ids, raw)
-        drafted = 0 if block is None else block.token_ids.shape[1]
-        tokens = candidate_ids[:, candidate_ids.shape[1] - drafted :]
-        if not do_sample:
-            return _Choice(verify_greedy(tokens, scores.argmax(-1)[None]), tokens, raw, scores)
-        draft_probs = scores.new_zeros(1, 0, scores.shape[-1])
-        if block is not None and drafted:
-            draft_probs = candidates.full_probs(block).to(scores.device)
-        verification = verify_block(tokens, draft_probs.to(scores.dtype), scores.softmax(-1)[None])
-        return _Choice(verification, tokens, raw, scores)
+    def _choose(self, logits, candidate_ids, block: DraftBlock | None, candidates) -> Choice:
+        probs = None
+        if self.config.do_sample and block is not None and block.token_ids.shape[1]:
+            probs = candidates.full_probs(block)
+        return choose(self.processors, self.config.do_sample, candidate_ids, logits[0], probs)
 
-    def _commit(self, text: _Text, choice: _Choice, outputs, model_kwargs, rows: int | None) -> dict[str, Any]:
-        """Append accepted tokens and the next one, one at a time as plain decoding would, until a criterion stops.
-
-        `rows`: tokens of the target's forward, `None` for the prefill.
-        """
-        accepted = int(choice.verification.num_accepted)
-        new = torch.cat([choice.tokens[0, :accepted], choice.verification.next_token])
-        committed = 0
-        while committed < len(new) and not text.finished:
-            token = new[committed : committed + 1]
-            text.input_ids = torch.cat([text.input_ids, token[None]], dim=1)
-            if self.streamer is not None:
-                self.streamer.put(token.cpu())
-            self._record(text, outputs, choice, committed, rows)
-            committed += 1
-            text.finished = bool(self.criteria(text.input_ids, text.scores).all())
+    def _commit(self, text: Text, choice: Choice, outputs, model_kwargs, rows: int | None) -> dict[str, Any]:
+        """`rows`: tokens of the target's forward, `None` for the prefill."""
+        committed = text.commit(choice, lambda i: self._record(outputs, i, rows))
         self.stats.new_tokens += committed
         return self.target._update_model_kwargs_for_generation(
             outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens=committed
         )
 
-    def _record(self, text: _Text, outputs, choice: _Choice, i: int, rows: int | None) -> None:
-        """Keep scores, logits, hidden states and attentions of one committed token where they were asked for."""
-        if text.scores is not None:
-            text.scores += (choice.scores[i : i + 1],)
-        if text.logits is not None:
-            text.logits += (choice.raw[i : i + 1],)
+    def _record(self, outputs, i: int, rows: int | None) -> None:
+        """Keep hidden states and attentions of one committed token where they were asked for."""
         if not self.config.return_dict_in_generate:
             return
         own = slice(None) if rows is None else slice(i, i + 1)
         if self.config.output_hidden_states:
-            text.hidden_states += (tuple(layer[:, own] for layer in outputs.hidden_states),)
+            self.hidden_states += (tuple(layer[:, own] for layer in outputs.hidden_states),)
         if self.config.output_attentions:
             behind = 0 if rows is None else rows - 1 - i  # tokens that came after this one in the same forward
-            text.attentions += (tuple(a[..., own, : a.shape[-1] - behind] for a in outputs.attentions),)
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """What the target made of a round: the verification, the drafted tokens [1, K], its logits and scores [K + 1, V]."""
-
-    verification: Verification
-    tokens: torch.LongTensor
-    raw: torch.Tensor
-    scores: torch.Tensor
+            self.attentions += (tuple(a[..., own, : a.shape[-1] - behind] for a in outputs.attentions),)
