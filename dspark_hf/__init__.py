@@ -11,9 +11,13 @@ from .decoding.candidates import scheduled
 from .decoding.profiling import step_rates_of
 from .decoding.stats import GenerationStats
 from .drafting_dspark import DraftBlock
+from .engine.engine import BatchEngine
+from .engine.generate import generate_batch
+from .engine.sequence import RequestOutput
 from .modeling_dspark import DSparkDraftModel, DSparkDraftOutput
 from .scheduling.admission import ConfidenceThreshold, FixedLength, GuardedLength, LaggedScheduler, ThroughputScheduler
-from .scheduling.lookahead import Expectation, LookaheadScheduler
+from .scheduling.belief import Expectation
+from .scheduling.lookahead import LookaheadScheduler
 from .scheduling.step_rates import StepRates
 
 __version__ = "0.1.0"
@@ -23,6 +27,7 @@ AutoModel.register(DSparkConfig, DSparkDraftModel, exist_ok=True)
 hook.install()
 
 __all__ = [
+    "BatchEngine",
     "ConfidenceThreshold",
     "DSparkConfig",
     "DSparkDraftModel",
@@ -34,8 +39,10 @@ __all__ = [
     "GenerationStats",
     "LaggedScheduler",
     "LookaheadScheduler",
+    "RequestOutput",
     "StepRates",
     "ThroughputScheduler",
+    "generate_batch",
     "scheduled",
     "step_rates_of",
 ]

@@ -60,13 +60,17 @@ class DSparkAttention(nn.Module):
         self,
         hidden_states: torch.Tensor,  # [B, Q, d]
         rope: tuple[torch.Tensor, torch.Tensor],
-        context: tuple[torch.Tensor, torch.Tensor],  # two of [B, kv heads, C, head_dim]
+        context: tuple[torch.Tensor, torch.Tensor]
+        | Callable,  # two of [B, kv heads, C, head_dim], or what attends itself
         attention_mask: torch.Tensor | None,  # [B, 1, Q, C + Q], bool or additive
     ) -> torch.Tensor:
         queries = self.q_norm(self._split(self.q_proj(hidden_states))).transpose(1, 2)
         keys = self.k_norm(self._split(self.k_proj(hidden_states))).transpose(1, 2)
         queries, keys = apply_rotary_pos_emb(queries, keys, *rope)
         values = self._split(self.v_proj(hidden_states)).transpose(1, 2)
+        if callable(context):
+            output = context(queries, keys, values, self.scaling)
+            return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import logits_process
 
 if TYPE_CHECKING:
+    from .configuration_dspark import DSparkConfig
     from .modeling_dspark import DSparkDraftModel
 
 # Processors that look at one row of scores only: they may run in the draft vocabulary, and on many rows at once.
@@ -86,6 +87,15 @@ def are_value_only(processors: Callable | None) -> bool:
     return isinstance(processors, list) and all(isinstance(p, VALUE_ONLY_PROCESSORS) for p in processors)
 
 
+def calibrated_confidences(config: DSparkConfig, logits: Sequence[float], position: int) -> list[float]:
+    """c_k of every row at `position` k, from 1 (§3.2.1)."""
+    temperatures, shifts = config.confidence_temperatures, config.confidence_shifts
+    temperature = 1.0 if temperatures is None else temperatures[position - 1]
+    shift = 0.0 if shifts is None else shifts[position - 1]
+    # A handful of numbers: plain Python is faster than tensors here.
+    return [1.0 / (1.0 + math.exp(min(-x / temperature - shift, 700.0))) for x in logits]
+
+
 class SequentialLoop:
     """The state of one left-to-right draft: previous token, recurrent state, survival, what has been drawn."""
 
@@ -149,22 +159,14 @@ class SequentialLoop:
         if self.admission.reads_survival:
             if confidence is None:
                 raise ValueError("This admission policy needs a drafter with a confidence head.")
-            for survival, c in zip(self.survival, self._calibrated(confidence, position), strict=True):
+            known = calibrated_confidences(self.model.config, confidence.tolist(), position)
+            for survival, c in zip(self.survival, known, strict=True):
                 survival.append(c * (survival[-1] if survival else 1.0))
         for row, survival in enumerate(self.survival):
             if self.open_rows[row]:
                 self.open_rows[row] = bool(self.admission.admit(position, survival))
         self.policy_seconds += time.perf_counter() - started
         return any(self.open_rows)
-
-    def _calibrated(self, confidence: torch.Tensor, position: int) -> list[float]:
-        """c_k of every row (§3.2.1)."""
-        config = self.model.config
-        temperatures, shifts = config.confidence_temperatures, config.confidence_shifts
-        temperature = 1.0 if temperatures is None else temperatures[position - 1]
-        shift = 0.0 if shifts is None else shifts[position - 1]
-        # A handful of numbers: plain Python is faster than tensors here.
-        return [1.0 / (1.0 + math.exp(min(-x / temperature - shift, 700.0))) for x in confidence.tolist()]
 
     def _process(self, scores: torch.Tensor) -> torch.Tensor:
         if self.processors is None:

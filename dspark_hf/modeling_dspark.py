@@ -10,7 +10,7 @@ This file travels with a checkpoint (`auto_map`), so it imports only its neighbo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -291,13 +291,19 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self,
         hidden_states: torch.Tensor,  # [B, Q, d]
         position_ids: torch.LongTensor,  # [B, Q]
-        contexts: list[tuple[torch.Tensor, torch.Tensor]],  # of each layer: two of [B, kv heads, C, head_dim]
-        masks: dict[str, torch.Tensor | None],  # by layer type: [B, 1, Q, C + Q]
+        contexts: Sequence[
+            tuple[torch.Tensor, torch.Tensor] | Callable
+        ],  # of each layer: two of [B, kv heads, C, head_dim]
+        masks: Mapping[str, torch.Tensor | None],  # by layer type: [B, 1, Q, C + Q]
     ) -> torch.Tensor:
-        """The backbone and its final norm. [B, Q, d]"""
+        """The backbone and its final norm. [B, Q, d]
+
+        A context may also be a function of (queries, keys, values, scaling) that attends by itself, [B, heads, Q, head_dim]
+        each, to [B, Q, heads, head_dim]; masks are not read then.
+        """
         rope = self.rotary_emb(hidden_states, position_ids)
         for layer, context in zip(self.layers, contexts, strict=True):
-            hidden_states = layer(hidden_states, rope, context, masks[layer.layer_type])
+            hidden_states = layer(hidden_states, rope, context, masks.get(layer.layer_type))
         return self.norm(hidden_states)
 
     def context_key_values(

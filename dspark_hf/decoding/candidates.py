@@ -7,6 +7,7 @@ Axes: S committed tokens whose features are new, K drafted tokens, m tapped laye
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +19,9 @@ from transformers.utils import logging
 from ..drafting_dspark import Admission, DraftBlock
 from ..modeling_dspark import DSparkDraftModel
 from ..scheduling.admission import ConfidenceThreshold, FixedLength, GuardedLength, RoundOutcome, RoundPolicy
-from ..scheduling.lookahead import Expectation, LookaheadScheduler
+from ..scheduling.belief import Expectation
+from ..scheduling.lookahead import LookaheadScheduler
+from ..scheduling.step_rates import StepRates
 from .profiling import step_rates_of
 from .stats import RoundRecord
 
@@ -83,7 +86,9 @@ def keep_context(target_cache: Cache, context: DraftContext) -> None:
     setattr(target_cache, _CONTEXT_ATTRIBUTE, context)
 
 
-def scheduled(target: PreTrainedModel, drafter: DSparkDraftModel) -> LookaheadScheduler:
+def scheduled(
+    target: PreTrainedModel, drafter: DSparkDraftModel, step_rates: StepRates | None = None
+) -> LookaheadScheduler:
     """The policy that a calibrated drafter has by default, with this machine's step rates (measured at first use).
 
     Set it as `drafter.admission` for a drafter that was never calibrated; it then starts from a neutral expectation.
@@ -93,7 +98,9 @@ def scheduled(target: PreTrainedModel, drafter: DSparkDraftModel) -> LookaheadSc
         persistence = {} if config.acceptance_persistence is None else {"persistence": config.acceptance_persistence}
         expectation = Expectation(config.expected_acceptance, **persistence)
     return LookaheadScheduler(
-        step_rates_of(target, drafter), expectation, reads_survival=drafter.confidence_head is not None
+        step_rates or step_rates_of(target, drafter),
+        expectation,
+        reads_survival=drafter.confidence_head is not None,
     )
 
 
@@ -105,10 +112,15 @@ class Policy:
     cap: int
 
 
-def policy_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> Policy:
+def policy_of(
+    target: PreTrainedModel,
+    drafter: DSparkDraftModel,
+    rates_of: Callable[[PreTrainedModel, DSparkDraftModel], StepRates] = step_rates_of,
+) -> Policy:
     """From the drafter's settings: `admission`, else a confidence threshold, else the scheduler where it is calibrated.
 
-    A drafter that was never calibrated drafts whole blocks for as long as any of them is of use.
+    A drafter that was never calibrated drafts whole blocks for as long as any of them is of use. `rates_of` gives the
+    scheduler's table where one is needed.
 
     Raises:
         ValueError: a negative `num_assistant_tokens`.
@@ -122,7 +134,7 @@ def policy_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> Policy:
         admission = ConfidenceThreshold(threshold)
     if admission is None and cap and drafter.config.is_calibrated:
         try:
-            admission = scheduled(target, drafter)
+            admission = scheduled(target, drafter, rates_of(target, drafter))
         # Whatever a target of its own kind raises.
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
             logger.warning_once(

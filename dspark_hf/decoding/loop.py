@@ -137,6 +137,7 @@ class _Loop:
             planned,
             candidates.parked,
             drafted,
+            drafted,
             min(int(choice.verification.num_accepted), committed),
             rows,
             [] if block is None else block.survival[0],

@@ -14,7 +14,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -131,7 +131,7 @@ def measure_step_rates(
         for k in range(1, drafter.config.num_draft_tokens + 1):
             runs["block", k] = _draft_run(drafter, k, FixedLength(0))
             runs["draft", k] = _draft_run(drafter, k, None)
-        seconds = _sweeps(runs, plan, target.device, description)
+        seconds = timed_sweeps(runs, plan, target.device, description)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     lengths = range(1, drafter.config.num_draft_tokens + 1)
     steps = [(median["draft", k] - median["block", k]) / k for k in lengths]
@@ -146,7 +146,10 @@ def measure_step_rates(
     )
 
 
-def _sweeps(runs: dict, plan: ProfilePlan, device: torch.device, description: str) -> dict[tuple, list[float]]:
+def timed_sweeps(
+    runs: Mapping[tuple, Callable[[], None]], plan: ProfilePlan, device: torch.device, description: str
+) -> dict[tuple, list[float]]:
+    """Seconds of every run, warmed up and interleaved in another order each sweep."""
     seconds: dict[tuple, list[float]] = {name: [] for name in runs}
     order = list(runs)
     shuffle = random.Random(0).shuffle

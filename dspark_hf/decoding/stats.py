@@ -22,7 +22,7 @@ def synchronize(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One round: block length planned (0: a plain step), tokens drafted, accepted, and the rows of the target's forward.
+    """One round: block length planned (0: a plain step), tokens drafted, verified, accepted, and the rows of the forward.
 
     parked: the plain step was the policy's choice, not for want of room.
 
@@ -32,6 +32,7 @@ class RoundRecord:
     planned: int
     parked: bool
     drafted: int
+    verified: int
     accepted: int
     rows: int
     survival: Sequence[float]
@@ -93,7 +94,7 @@ class GenerationStats:
         self.parked_rounds += record.parked
         for counts, number in (
             (self.drafted, record.drafted),
-            (self.verified, record.drafted),
+            (self.verified, record.verified),
             (self.accepted, record.accepted),
         ):
             for k in range(number):
@@ -105,7 +106,7 @@ class GenerationStats:
         record = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "history"}
         derived = ("accept_length", "other_seconds", "tokens_per_second", "acceptance_by_position")
         record |= {name: getattr(self, name) for name in derived}
-        names = ("planned", "parked", "drafted", "accepted", "rows", "survival")
+        names = ("planned", "parked", "drafted", "verified", "accepted", "rows", "survival")
         return record | {"history": [{name: getattr(r, name) for name in names} for r in self.history]}
 
     @contextmanager

@@ -149,6 +149,12 @@ class GuardedLength:
             self._misses = 0 if outcome.accepted else self._misses + 1
 
 
+def ranked_pairs(survival: Sequence[Sequence[float]]) -> list[tuple[float, int]]:
+    """(a_{r,k}, r) of all pairs by falling survival; of equal ones the earlier position first."""
+    pairs = [(-a, k, r) for r, request in enumerate(survival) for k, a in enumerate(request)]
+    return [(-a, r) for a, _, r in sorted(pairs)]
+
+
 def prefix_lengths(
     survival: Sequence[Sequence[float]],  # R lists (a_1, a_2, ...), each falling
     seconds: Callable[[int], float],  # of a round that verifies B tokens in all
@@ -160,13 +166,10 @@ def prefix_lengths(
     the first that does not improve ends it (non-anticipating where it is asked position by position); without, the best Θ
     of the whole curve is taken, which only greedy decoding, or a look at earlier rounds, may do.
     """
-    ranked = sorted(
-        ((a, -k, r) for r, request in enumerate(survival) for k, a in enumerate(request)), key=lambda p: (-p[0], -p[1])
-    )
     lengths = [0] * len(survival)
     best_lengths, tokens, size = list(lengths), float(len(survival)), len(survival)
     best = tokens / seconds(size)
-    for a, _, request in ranked:
+    for a, request in ranked_pairs(survival):
         tokens, size = tokens + a, size + 1
         lengths[request] += 1
         if tokens / seconds(size) > best:
@@ -232,7 +235,7 @@ class LaggedScheduler:
     def begin_round(self, depth: int, limit: int) -> int:
         self._cap = limit
         if len(self._history) == self.lag:
-            survival = _continued(self._history[0], limit)
+            survival = continued(self._history[0], limit)
             self._cap = prefix_lengths(
                 [survival], lambda b: self.step_rates.round_cost(limit, b - 1, b, depth), early_stop=False
             )[0]
@@ -247,7 +250,7 @@ class LaggedScheduler:
             self._history.append(list(outcome.survival))
 
 
-def _continued(survival: Sequence[float], length: int) -> list[float]:
+def continued(survival: Sequence[float], length: int) -> list[float]:
     """`survival` cut or continued to `length` positions at its last conditional rate."""
     known = list(survival[:length])
     rate = 1.0 if not known else known[-1] / known[-2] if len(known) > 1 and known[-2] > 0 else known[-1]

@@ -39,6 +39,9 @@ class StepRates:
     block_seconds: the drafter's parallel stage for at most K = 1..γ tokens, with base logits and the first confidence.
     draft_step_seconds: one step of the sequential loop. key: what the table holds for. live: whether rounds correct it;
     `False` makes sampled output repeatable with a seed.
+    sequences: numbers of requests at once that were measured too, ascending from 2 (empty: a table for one at a time). For each:
+    sequence_seconds, what a ragged forward takes beyond one of as many rows of one sequence; batch_block_seconds
+    [sequences][K] and batch_step_seconds, as for one.
     """
 
     rows: list[int]
@@ -48,6 +51,10 @@ class StepRates:
     block_seconds: list[float]
     draft_step_seconds: float
     key: dict[str, Any] = field(default_factory=dict)
+    sequences: list[int] = field(default_factory=list)
+    sequence_seconds: list[float] = field(default_factory=list)
+    batch_block_seconds: list[list[float]] = field(default_factory=list)
+    batch_step_seconds: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         widths = {len(line) for line in (*self.target_seconds, *self.target_spread)}
@@ -65,6 +72,13 @@ class StepRates:
             raise ValueError(
                 "StepRates: rows and depths must ascend, rows from 1, with a positive number of seconds for each pair; "
                 f"got rows {self.rows} and depths {self.depths}."
+            )
+        batch = (self.sequence_seconds, self.batch_block_seconds, self.batch_step_seconds)
+        if {len(column) for column in batch} != {len(self.sequences)} or sorted({1, *self.sequences})[
+            1:
+        ] != self.sequences:
+            raise ValueError(
+                f"StepRates: sequences must ascend from 2, with one entry each in the three batch columns; got {self.sequences}."
             )
         self.live = True
         self._speed = {"target": 1.0, "draft": 1.0}
@@ -85,9 +99,17 @@ class StepRates:
         """Seconds of a forward of exactly `rows` tokens: the jagged curve, interpolated between measured B and depths."""
         return self._at(rows, depth, 0)
 
-    def cost(self, rows: int, depth: int) -> float:
-        """Seconds of verifying `rows` tokens: the least of all B' >= rows, since a forward may always be padded."""
-        return self._at(rows, depth, 1)
+    def cost(self, rows: int, depth: int, sequences: int = 1) -> float:
+        """Seconds of verifying `rows` tokens of `sequences` requests in all, `depth` their mean context.
+
+        The least of all B' >= rows, since a forward may always be padded.
+        """
+        return self._at(rows, depth, 1) + self._sequence_cost(sequences)
+
+    def _sequence_cost(self, sequences: int) -> float:
+        if sequences < 2 or not self.sequences:
+            return 0.0
+        return _interpolate([1, *self.sequences], [0.0, *self.sequence_seconds], sequences) * self._speed["target"]
 
     def padded_rows(self, rows: int, depth: int) -> int:
         """The B' >= rows whose forward is the cheapest; `rows` itself unless another is clearly cheaper.
@@ -103,12 +125,30 @@ class StepRates:
         own, noise = _interpolate(self.rows, curve, rows), _interpolate(self.rows, spread, rows) + spread[best]
         return self.rows[best] if own - curve[best] > max(0.05 * own, noise) else rows
 
-    def draft_cost(self, limit: int, steps: int) -> float:
-        """Seconds of drafting `steps` tokens in a block made for at most `limit`; 0 where nothing is drafted."""
+    def draft_cost(self, limit: float, steps: float, sequences: int = 1) -> float:
+        """Seconds of drafting `steps` tokens in a block made for at most `limit`; 0 where nothing is drafted.
+
+        For several `sequences` at once, `limit` is their mean (it may lie between two lengths) and `steps` those of the longest.
+        """
         if limit == 0:
             return 0.0
-        block = self.block_seconds[min(limit, len(self.block_seconds)) - 1] if self.block_seconds else 0.0
-        return (block + steps * self.draft_step_seconds) * self._speed["draft"]
+        block, step = self._block_cost(self.block_seconds, limit), self.draft_step_seconds
+        if sequences > 1 and self.sequences:
+            counts = [1, *self.sequences]
+            block = _interpolate(
+                counts, [block, *(self._block_cost(b, limit) for b in self.batch_block_seconds)], sequences
+            )
+            step = _interpolate(counts, [step, *self.batch_step_seconds], sequences)
+        return (block + steps * step) * self._speed["draft"]
+
+    @staticmethod
+    def _block_cost(seconds: Sequence[float], limit: float) -> float:
+        if not seconds:
+            return 0.0
+        place = min(max(limit, 1.0), len(seconds)) - 1.0
+        low = int(place)
+        high = min(low + 1, len(seconds) - 1)
+        return seconds[low] + (place - low) * (seconds[high] - seconds[low])
 
     def round_cost(self, limit: int, steps: int, rows: int, depth: int) -> float:
         """Seconds of a round that drafts `steps` tokens in a block for `limit` and verifies `rows` tokens in all."""
@@ -140,19 +180,26 @@ class StepRates:
 
         Nothing happens where `live` is `False`: decisions then depend on the stored table alone.
         """
+        self.correct_target(outcome.rows, outcome.verify_seconds, outcome.depth)
+        if outcome.backlog <= _MOST_BACKLOG:
+            self.correct_draft(outcome.draft_seconds, self.draft_cost(outcome.limit, outcome.drafted))
+
+    def correct_target(self, rows: int, seconds: float, depth: int, sequences: int = 1) -> None:
+        """One live forward of `rows` tokens took `seconds`."""
         if not self.live:
             return
-        rows = outcome.rows
-        ratio = _bounded(outcome.verify_seconds / self.measured(rows, outcome.depth))
+        ratio = _bounded(seconds / (self.measured(rows, depth) + self._sequence_cost(sequences)))
         self._speed["target"] *= ratio**_GLOBAL_PACE
         if rows in self._index:
             # What one B costs beyond the whole machine's pace; it fades, since one B alone can't tell the two apart.
             i = self._index[rows]
             self._row_factor[i] = self._row_factor[i] ** (1.0 - _ROW_PACE) * ratio**_ROW_PACE
             self._curves.clear()
-        expected = self.draft_cost(outcome.limit, outcome.drafted)
-        if expected > 0 and outcome.backlog <= _MOST_BACKLOG:
-            self._speed["draft"] *= _bounded(outcome.draft_seconds / expected) ** _GLOBAL_PACE
+
+    def correct_draft(self, seconds: float, expected: float) -> None:
+        """One live draft took `seconds` where the table has `expected` (`draft_cost`)."""
+        if self.live and expected > 0:
+            self._speed["draft"] *= _bounded(seconds / expected) ** _GLOBAL_PACE
 
     # -- file --------------------------------------------------------------------------------------------------------
 

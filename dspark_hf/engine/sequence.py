@@ -1,0 +1,215 @@
+"""One request of the batch engine: its text, settings, places and record.
+
+Owns: preparing a request exactly as `generate()` would, what is kept of it, its outcome as a record.
+Does not own: when it runs (`engine`), forwards, drafting.
+Axes: L tokens of the text, S tokens whose features are new, m tapped layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from ..decoding.commit import Text, choose
+from ..decoding.stats import GenerationStats
+from .cache import Slot
+from .runner import SpanOutput
+
+FinishReason = Literal["stop", "length", "cancelled", "interrupted", "error"]
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What became of one request.
+
+    token_ids: the new tokens, the one that ended the text included. finish_reason: "stop" (end-of-sequence token or another
+    criterion), "length", "cancelled", "interrupted" (Ctrl-C) or "error", with the exception in `error`; the tokens are those
+    committed until then. stats: rounds, acceptance, seconds; `total_seconds` counts from `add`, waiting included.
+    scores, logits: one [1, V] for each new token, where the request's config asks for them (`return_dict_in_generate`).
+    """
+
+    id: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    finish_reason: FinishReason
+    error: Exception | None
+    stats: GenerationStats
+    scores: tuple[torch.Tensor, ...] | None = None
+    logits: tuple[torch.Tensor, ...] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, without scores and the history of rounds."""
+        stats = self.stats.to_dict()
+        del stats["history"]
+        return {
+            "id": self.id,
+            "prompt_tokens": len(self.prompt_ids),
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",
+            "stats": stats,
+        }
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request as `generate()` understands it."""
+
+    input_ids: torch.LongTensor  # [1, L]
+    config: GenerationConfig
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+
+
+def prompt_tensor(prompt: Sequence[int] | torch.Tensor, device: torch.device) -> torch.LongTensor:
+    """A prompt as [1, L].
+
+    Raises:
+        ValueError: no tokens, more than one sequence, or no integers.
+    """
+    try:
+        ids = torch.as_tensor(prompt)
+    except (TypeError, ValueError, RuntimeError):
+        ids = torch.empty(0)
+    if ids.dim() == 2 and ids.shape[0] == 1:
+        ids = ids[0]
+    if ids.dim() != 1 or not len(ids) or ids.is_floating_point():
+        raise ValueError(
+            f"A prompt is a list of token ids, or a tensor [L] or [1, L] of them, with at least one; got {_short(prompt)}."
+        )
+    return ids.to(device, torch.long)[None]
+
+
+def _short(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)} of {value.dtype}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def prepare(
+    target: PreTrainedModel,
+    input_ids: torch.LongTensor,  # [1, L]
+    generation_config: GenerationConfig | None,
+    logits_processor: LogitsProcessorList | None,
+    stopping_criteria: StoppingCriteriaList | None,
+    streamer: BaseStreamer | None,
+    settings: dict[str, Any],
+) -> Prepared:
+    """Let `generate()` itself work out config, processors and criteria, up to the point where decoding would begin.
+
+    Raises:
+        ValueError: settings that `generate()` or the engine refuses.
+    """
+    found: list[Prepared] = []
+
+    def capture(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        found.append(Prepared(input_ids, generation_config, logits_processor, stopping_criteria))
+        return input_ids
+
+    target.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        generation_config=generation_config,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        streamer=streamer,
+        custom_generate=capture,
+        **settings,
+    )
+    config = found[0].config
+    if config.num_beams > 1 or config.num_return_sequences > 1:
+        raise ValueError(
+            "The batch engine decodes greedily or by sampling, one text a request; got "
+            f"num_beams {config.num_beams}, num_return_sequences {config.num_return_sequences}. Add a request for each text."
+        )
+    return found[0]
+
+
+@dataclass(eq=False)
+class Request:
+    """A request in the engine. The slots are `None` while it waits."""
+
+    id: int
+    prepared: Prepared
+    text: Text
+    generator: torch.Generator
+    draft_generator: torch.Generator  # the same one, unless the drafter is on another device
+    stats: GenerationStats
+    capacity: int  # most tokens it may come to hold
+    started: float = field(default_factory=time.perf_counter)
+    slot: Slot | None = None
+    draft_slot: Slot | None = None
+    pending: list[torch.Tensor] = field(
+        default_factory=list
+    )  # features not yet in the drafter's context, [1, S, m * d]
+
+    @property
+    def prompt_length(self) -> int:
+        return self.prepared.input_ids.shape[1]
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether some of its text, its last token aside, is not in the cache yet."""
+        return self.slot is not None and self.slot.length < self.text.length - 1
+
+    @property
+    def place(self) -> Slot:
+        """The slot of a running request."""
+        assert self.slot is not None, "a running request has a place"
+        return self.slot
+
+    @property
+    def unread(self) -> torch.LongTensor:
+        """Tokens of the text that are not in the cache. [L]"""
+        return self.text.input_ids[0, self.place.length :]
+
+    @property
+    def num_pending(self) -> int:
+        return sum(part.shape[1] for part in self.pending)
+
+    def append(
+        self, candidate_ids: torch.LongTensor, logits: torch.Tensor, draft_probs: torch.Tensor | None = None
+    ) -> tuple[int, int]:
+        """What the target says to `candidate_ids` (see `choose`): tokens appended to the text, and drafts among them."""
+        prepared = self.prepared
+        choice = choose(
+            prepared.processors, bool(prepared.config.do_sample), candidate_ids, logits, draft_probs, self.generator
+        )
+        committed = self.text.commit(choice)
+        self.stats.new_tokens += committed
+        return committed, min(int(choice.verification.num_accepted), committed)
+
+    def keep(self, output: SpanOutput, count: int) -> None:
+        """The first `count` rows of a forward stand: they are in the cache now, and their features are for the drafter."""
+        self.place.length += count
+        if output.features is not None:
+            self.pending.append(output.features[:, :count])
+
+    @property
+    def reason(self) -> FinishReason:
+        """Why a finished text ended."""
+        stops = self.prepared.config.eos_token_id
+        ends = {stops} if isinstance(stops, int) else set(stops or ())
+        ran_out = self.text.length >= self.prepared.config.max_length
+        return "length" if ran_out and int(self.text.input_ids[0, -1]) not in ends else "stop"
+
+    def output(self, reason: FinishReason, error: Exception | None = None) -> RequestOutput:
+        """Its record, at its end."""
+        self.stats.total_seconds = time.perf_counter() - self.started
+        return RequestOutput(
+            self.id,
+            self.prepared.input_ids[0].tolist(),
+            self.text.input_ids[0, self.prompt_length :].tolist(),
+            reason,
+            error,
+            self.stats,
+            self.text.scores,
+            self.text.logits,
+        )
