@@ -1,8 +1,10 @@
-"""`dspark-hf generate` and `race`."""
+"""`dspark-hf generate`, `batch` and `race`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -45,6 +47,80 @@ def generate(
         f"{len(result.token_ids)} tokens, {result.tokens_per_second:.1f} tok/s, τ {result.accept_length:.2f}",
         highlight=False,
     )
+
+
+@app.command(epilog="Example: dspark-hf batch --prompts prompts.jsonl --out answers.jsonl --max-sequences 8")
+def batch(
+    prompts: Annotated[
+        Path,
+        typer.Option(
+            help="JSONL with 'prompt', 'turns' or 'messages' a line; 'max_new_tokens', 'temperature', 'top_p' and 'seed' in a "
+            "line go before the options."
+        ),
+    ],
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="JSONL of answers, in the order of the prompts.")
+    ] = None,
+    target: TargetOption = DEFAULT_TARGET,
+    drafter: DrafterOption = DEFAULT_DRAFTER,
+    max_sequences: Annotated[int, typer.Option(help="Most requests at once.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens of this probability mass.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of each request's draws.")] = 0,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "auto",
+    json_output: Annotated[
+        bool,
+        typer.Option("--json", help="Print a JSON line for each answer as it comes, and one of the engine a second."),
+    ] = False,
+) -> None:
+    """Answer a file of prompts together, with one verification for all of them in every step."""
+    from tqdm import tqdm
+
+    from ..evaluation.answers import answer_all, read_questions
+    from ..evaluation.completion import DecodingOptions
+    from ..files import write_text
+    from ..pairs import load_drafter, load_target
+
+    at_least(max_sequences, 1, "--max-sequences")
+    questions = read_questions(prompts, DecodingOptions(max_new_tokens, temperature, top_p, seed))
+    loaded = load_target(target, device, dtype)
+    draft_model = load_drafter(drafter, loaded.model)
+    answers: dict[int, dict[str, Any]] = {}
+    engine: dict[str, Any] = {}
+
+    with tqdm(total=len(questions), desc="batch", unit="prompt", disable=None) as bar:
+
+        def take(record: dict[str, Any]) -> None:
+            if json_output:
+                print(json.dumps(record), flush=True)
+            elif record["type"] == "request" and out_file is None:
+                tqdm.write(f"--- {record['index'] + 1}\n{record['text']}")
+            if record["type"] == "engine":
+                engine.update(record)
+                bar.set_postfix_str(f"{record['tokens_per_second']:.1f} tok/s")
+            else:
+                answers[record["index"]] = record
+                bar.update()
+
+        try:
+            answer_all(loaded, draft_model, questions, max_sequences, take)
+        finally:
+            if out_file is not None and answers:
+                lines = [json.dumps(answers[i]) for i in sorted(answers)]
+                write_text("\n".join(lines) + "\n", out_file)
+    failed = [a for a in answers.values() if a["error"] is not None]
+    if engine:
+        err.print(
+            f"{engine['new_tokens']} tokens, {engine['tokens_per_second']:.1f} tok/s, "
+            f"{engine['verified_per_request']:.2f} drafts verified for a request in a step",
+            highlight=False,
+        )
+    if failed:
+        err.print(
+            f"{len(failed)} of {len(answers)} requests failed, the first with {failed[0]['error']}", highlight=False
+        )
 
 
 @app.command(epilog="Example: dspark-hf race --prompt 'Explain why the sky is blue.'")

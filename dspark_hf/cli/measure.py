@@ -34,7 +34,8 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print the figures as JSO
 
 
 @app.command(
-    epilog="Example: dspark-hf bench --max-new-tokens 128 --policies fixed:1,fixed:3,throughput --json bench.json"
+    epilog="Examples: dspark-hf bench --max-new-tokens 128 --policies fixed:1,fixed:3,throughput --json bench.json; "
+    "dspark-hf bench --concurrency 1,2,4,8,16 --plots figures"
 )
 def bench(
     prompts: Annotated[Path | None, typer.Option(help="JSONL of prompts with 'domain'. [default: our own 24]")] = None,
@@ -48,6 +49,14 @@ def bench(
         str,
         typer.Option(help="Measured beside the drafter's own: fixed:N, threshold:T, throughput, lagged, lookahead."),
     ] = "",
+    concurrency: Annotated[
+        str,
+        typer.Option(
+            help="Many requests at once instead, e.g. 1,2,4,8,16; --policies are then static lengths 1, 3, 7."
+        ),
+    ] = "",
+    sweeps: Annotated[int, typer.Option(help="With --concurrency: waves of prompts at each number of requests.")] = 3,
+    plots: Annotated[Path | None, typer.Option(help="With --concurrency: folder for the two figures (PNG).")] = None,
     stock_layers: Annotated[
         bool, typer.Option("--stock-layers", help="Leave the linear layers on a CPU as torch has them.")
     ] = False,
@@ -56,11 +65,12 @@ def bench(
     dtype: DtypeOption = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
-    """Measure plain decoding, DSpark and prompt lookup on the same prompts in one run."""
+    """Measure plain decoding, DSpark and prompt lookup on the same prompts in one run, or many requests at once."""
     from ..evaluation.completion import DecodingOptions
+    from ..evaluation.concurrency import run_concurrency
     from ..evaluation.policies import check_policy
     from ..evaluation.prompt_sets import first_of_each_domain, load_conversations
-    from ..evaluation.report import bench_table
+    from ..evaluation.report import bench_table, concurrency_table
     from ..evaluation.speed import run_bench, step_seconds, summarise
     from ..files import write_json
     from ..pairs import load_drafter, load_target
@@ -71,7 +81,15 @@ def bench(
     at_least(1 if limit is None else limit, 1, "--limit")
     at_least(0 if draft_tokens is None else draft_tokens, 0, "--draft-tokens")
     existing_file(prompts)
-    names = numbers(policies, str, "--policies")
+    levels = numbers(concurrency, int, "--concurrency")
+    for level in levels:
+        at_least(level, 1, "--concurrency")
+    at_least(sweeps, 1, "--sweeps")
+    if plots is not None:
+        need_modules("matplotlib")
+        if not levels:
+            raise ValueError("--plots draws what --concurrency measures: give that too, e.g. --concurrency 1,2,4,8.")
+    names = numbers(policies, str, "--policies") or (("fixed:1", "fixed:3", "fixed:7") if levels else ())
     for name in names:
         check_policy(name)
     loaded = load_target(target, device, dtype)
@@ -82,6 +100,17 @@ def bench(
         draft_model.generation_config.num_assistant_tokens = draft_tokens
     chosen = first_of_each_domain(load_conversations(prompts), limit)
     options = DecodingOptions(max_new_tokens, temperature, seed=seed)
+    if levels:
+        summary = run_concurrency(loaded, draft_model, chosen, options, sorted(set(levels)), names, sweeps)
+        out.print(concurrency_table(summary))
+        if json_file is not None:
+            write_json(summary, json_file)
+        if plots is not None:
+            from ..evaluation.plots import budget_curve, throughput_curves, write_png
+
+            write_png(throughput_curves(summary), plots / "throughput.png")
+            write_png(budget_curve(summary), plots / "budget.png")
+        return
     seconds = step_seconds(loaded.model, draft_model)
     summary = summarise(run_bench(loaded, draft_model, chosen, options, names)) | {"step_seconds": seconds}
     out.print(bench_table(summary))

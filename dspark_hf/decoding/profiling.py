@@ -108,7 +108,7 @@ def step_rates_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> StepRat
 def measure_step_rates(
     target: PreTrainedModel, drafter: DSparkDraftModel, plan: ProfilePlan, description: str = "profile"
 ) -> StepRates:
-    """Time target forwards and drafts; medians of interleaved, warmed-up sweeps.
+    """Time target forwards and drafts; lower quartiles of interleaved, warmed-up sweeps.
 
     A depth that does not fit the target's context is measured as deep as it goes.
 
@@ -132,15 +132,15 @@ def measure_step_rates(
             runs["block", k] = _draft_run(drafter, k, FixedLength(0))
             runs["draft", k] = _draft_run(drafter, k, None)
         seconds = timed_sweeps(runs, plan, target.device, description)
-    median = {name: statistics.median(values) for name, values in seconds.items()}
+    typical = {name: lower_quartile(values) for name, values in seconds.items()}
     lengths = range(1, drafter.config.num_draft_tokens + 1)
-    steps = [(median["draft", k] - median["block", k]) / k for k in lengths]
+    steps = [(typical["draft", k] - typical["block", k]) / k for k in lengths]
     return StepRates(
         rows=rows,
         depths=depths,
-        target_seconds=[[median["target", d, b] for b in rows] for d in depths],
+        target_seconds=[[typical["target", d, b] for b in rows] for d in depths],
         target_spread=[[_spread(seconds["target", d, b]) for b in rows] for d in depths],
-        block_seconds=[median["block", k] for k in lengths],
+        block_seconds=[typical["block", k] for k in lengths],
         draft_step_seconds=max(statistics.median(steps), 0.0),
         key=table_key(target, drafter),
     )
@@ -181,6 +181,11 @@ def _quiet_progress(total: int, description: str) -> Iterator[tqdm]:
         yield bar
     finally:
         bar.close()
+
+
+def lower_quartile(values: Sequence[float]) -> float:
+    """What a run takes when nothing else disturbs the machine: disturbances only ever add."""
+    return statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
 
 
 def _spread(values: Sequence[float]) -> float:

@@ -8,7 +8,6 @@ Axes: R requests, K tokens drafted for each, B rows of one forward. Units: secon
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,11 +16,11 @@ from transformers.utils import logging
 
 from ..decoding.commit import Text
 from ..decoding.linear_layers import tuned
-from ..decoding.profiling import QUICK_DEPTHS, ProfilePlan, measure_step_rates, table_key, timed_sweeps
+from ..decoding.profiling import QUICK_DEPTHS, ProfilePlan, lower_quartile, measure_step_rates, table_key, timed_sweeps
 from ..decoding.stats import GenerationStats
 from ..modeling_dspark import DSparkDraftModel
 from ..scheduling.admission import FixedLength
-from ..scheduling.batch import PerRequest
+from ..scheduling.batch import BatchRequest, PerRequest
 from ..scheduling.step_rates import StepRates, load_step_rates
 from .drafting import BatchDrafter
 from .runner import Runner, Span
@@ -36,14 +35,14 @@ _ROWS = (*range(1, 9), 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 def batch_rates_of(target: PreTrainedModel, drafter: DSparkDraftModel, max_sequences: int) -> StepRates:
     """The pair's table with columns for up to `max_sequences`: the one in use, the stored one, or measured now and stored.
 
-    Measuring takes about twenty seconds for 16 requests on a small machine.
+    Measuring takes about half a minute for 16 requests on a small machine.
     """
     key = table_key(target, drafter)
     for rates in (drafter.step_rates, load_step_rates(key)):
         if rates is not None and (not rates.key or (rates.key == key and _covers(rates, max_sequences))):
             drafter.step_rates = rates
             return rates
-    rates = measure_batch_rates(target, drafter, max_sequences, seconds=8.0)
+    rates = measure_batch_rates(target, drafter, max_sequences)
     try:
         logger.warning(
             f"Step rates for up to {max_sequences} requests at once are measured and kept in {rates.save()}."
@@ -63,7 +62,7 @@ def measure_batch_rates(
     drafter: DSparkDraftModel,
     max_sequences: int,
     plan: ProfilePlan | None = None,
-    seconds: float = 8.0,
+    seconds: float = 15.0,
 ) -> StepRates:
     """A whole table with batch columns. plan: of the single-sequence part; by default up to all blocks of all requests."""
     counts = [2]
@@ -94,16 +93,16 @@ def _batch_columns(
             runs["draft", count, k] = _draft(batch, requests[:count], k, k)
     with tuned(target, drafter), runner.armed():
         times = timed_sweeps(runs, plan, target.device, f"measuring step rates, up to {counts[-1]} requests")
-    median = {name: statistics.median(values) for name, values in times.items()}
+    typical = {name: lower_quartile(values) for name, values in times.items()}
 
     def blocks(count: int) -> list[float]:
-        low, high = median["block", count, 1], median["block", count, length]
+        low, high = typical["block", count, 1], typical["block", count, length]
         return [low + (high - low) * k / max(length - 1, 1) for k in range(length)]
 
-    steps = [(median["draft", c, length] - median["block", c, length]) / length for c in counts]
+    steps = [(typical["draft", c, length] - typical["block", c, length]) / length for c in counts]
     return {
         "sequences": list(counts),
-        "sequence_seconds": [max(median["ragged", c] - median["single", c], 0.0) for c in counts],
+        "sequence_seconds": [max(typical["ragged", c] - typical["single", c], 0.0) for c in counts],
         "batch_block_seconds": [blocks(c) for c in counts],
         "batch_step_seconds": [max(s, 0.0) for s in steps],
     }
@@ -112,7 +111,7 @@ def _batch_columns(
 def _stand_in(target, drafter, runner: Runner, batch: BatchDrafter, depth: int) -> Request:
     """A greedy request whose caches hold `depth` tokens (of zeros: only their number matters)."""
     ids = torch.ones(1, 1, dtype=torch.long, device=target.device)
-    prepared = prepare(target, ids, GenerationConfig(max_new_tokens=1), None, None, None, {"do_sample": False})
+    prepared = prepare(target, ids, GenerationConfig(max_new_tokens=1, do_sample=False), None, None, None, {})
     generator = torch.Generator(target.device)
     request = Request(
         id=0,
@@ -144,12 +143,15 @@ def _draft(batch: BatchDrafter, requests: Sequence[Request], limit: int, drawn: 
     config = batch.drafter.config
     width = len(config.target_layer_ids) * config.target_hidden_size
     new = torch.zeros(1, 2, width, dtype=batch.drafter.dtype, device=batch.drafter.device)
+    policy = PerRequest(FixedLength(drawn))
+    asked = [BatchRequest(i, _DEPTH, limit) for i in range(len(requests))]
 
     def run() -> None:
+        limits = policy.begin_step(asked, 0)
         for request in requests:
             request.pending = [new]
         batch.extend(requests)
-        batch.draft(requests, [limit] * len(requests), PerRequest(FixedLength(drawn)))
+        batch.draft(requests, limits, policy)
         for request in requests:
             assert request.draft_slot is not None
             request.draft_slot.length -= 2

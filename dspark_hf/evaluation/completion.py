@@ -76,19 +76,27 @@ def check_length(target: PreTrainedModel, prompt_tokens: int, max_new_tokens: in
         )
 
 
+def sampling_settings(options: DecodingOptions) -> dict[str, Any]:
+    """As `generate()` takes them; the pure distribution but for what the options say (no default top-k)."""
+    if options.temperature == 0:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
+
+
 def timed_generate(
     target: PreTrainedModel, input_ids: list[int], options: DecodingOptions, **method: Any
 ) -> tuple[list[int], float]:
     """The new token ids of one `generate()` call and its seconds; `method` are further arguments of the call."""
     ids = torch.tensor([input_ids], device=target.device)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if options.temperature > 0:
-        sampling = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
     torch.manual_seed(options.seed)
     synchronize(target.device)
     start = time.perf_counter()
     output = target.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=options.max_new_tokens, **sampling, **method
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=options.max_new_tokens,
+        **sampling_settings(options),
+        **method,
     )
     synchronize(target.device)
     return output[0, len(input_ids) :].tolist(), time.perf_counter() - start

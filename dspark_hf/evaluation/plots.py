@@ -106,3 +106,49 @@ def sweep_curves(sweeps: dict[str, list[dict[str, float]]]):
     right.set_ylim(bottom=1)
     left.legend(fontsize=8)
     return figure
+
+
+def throughput_curves(summary: dict[str, Any]):
+    """Throughput against tokens per second per user, a line for each method, a point for each load (paper Fig. 7)."""
+    figure, (axis,) = _figure(1, 6.5, 4.4)
+    levels = summary["levels"]
+    for i, name in enumerate(next(iter(levels.values()))):
+        points = [
+            (methods[name]["tokens_per_second_per_user"], methods[name]["steady_tokens_per_second"], level)
+            for level, methods in levels.items()
+            if methods[name]["steady_tokens_per_second"] is not None
+        ]
+        if not points:
+            continue
+        width = 2.4 if name == "dspark" else 1.2
+        axis.plot(*list(zip(*points))[:2], color=_COLOURS[i % 7], marker=_MARKERS[i % 7], linewidth=width, label=name)
+        if name == "dspark":
+            for x, y, load in points:
+                axis.annotate(str(load), (x, y), textcoords="offset points", xytext=(6, 4), fontsize=8)
+    axis.set(xlabel="tokens per second per user", ylabel="tokens per second, all users")
+    axis.set(title="throughput (numbers: requests at once)")
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=8)
+    return figure
+
+
+def budget_curve(summary: dict[str, Any]):
+    """Drafted tokens that are verified for one request in one step against the load (paper Fig. 8)."""
+    figure, (axis,) = _figure(1, 5.5, 4.0)
+    levels = summary["levels"]
+    for i, name in enumerate(next(iter(levels.values()))):
+        points = [
+            (level, methods[name]["verified_per_request"])
+            for level, methods in levels.items()
+            if methods[name]["verified_per_request"] is not None and name != "plain"
+        ]
+        if points:
+            width = 2.4 if name == "dspark" else 1.2
+            axis.plot(*zip(*points), color=_COLOURS[i % 7], marker=_MARKERS[i % 7], linewidth=width, label=name)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(list(levels), [str(level) for level in levels])
+    axis.set(xlabel="requests at once", ylabel="drafts verified for a request in a step", title="mean budget")
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=8)
+    return figure

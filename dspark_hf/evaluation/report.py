@@ -170,3 +170,45 @@ def evaluation_table(summary: dict[str, Any]) -> Group:
             curve.add_row(name, *cells)
         parts.append(curve)
     return Group(*parts)
+
+
+def concurrency_table(summary: dict[str, Any]) -> Group:
+    """Many requests at once: throughput of every method at each number of requests, and the scheduler's ratios."""
+    columns = (
+        "at once",
+        "method",
+        "tok/s",
+        "steady tok/s",
+        "per user",
+        "τ",
+        "verified",
+        "draft",
+        "verify",
+        "step",
+        "identical",
+    )
+    table = _table(
+        "many requests at once (steady: every place taken; verified: a request and step; times in ms)", columns
+    )
+    for level, methods in summary["levels"].items():
+        for i, (name, f) in enumerate(methods.items()):
+            cells = ["-"] * 8
+            if f["steady_tokens_per_second"] is not None:
+                ms, same = f["milliseconds_per_step"], f["identical_share"]
+                cells = [
+                    f"{f['steady_tokens_per_second']:.1f}",
+                    f"{f['tokens_per_second_per_user']:.1f}",
+                    f"{f['accept_length']:.2f}",
+                    f"{f['verified_per_request']:.2f}",
+                    *(f"{ms[part]:.1f}" for part in ("draft", "verify", "step")),
+                    "-" if same is None else f"{same:.0%}",
+                ]
+            last = i == len(methods) - 1
+            table.add_row(str(level), name, f"{f['tokens_per_second']:.1f}", *cells, end_section=last)
+    lines = [
+        f"{level} at once: DSpark {r['over_plain']:.2f}× plain batched decoding, {r['over_best_static']:.2f}× the best static "
+        f"choice ({r['best_static']}), {r['over_padded']:.2f}× generate() on a padded batch"
+        for level, r in summary["ratios"].items()
+        if r
+    ]
+    return Group(table, *map(Text, lines))

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..drafting_dspark import Admission
-from .admission import RoundOutcome, RoundPolicy, continued, prefix_lengths, ranked_pairs
+from .admission import FixedLength, RoundOutcome, RoundPolicy, continued, prefix_lengths, ranked_pairs
 from .step_rates import StepRates
 
 _MOST_BACKLOG = 16  # context tokens a request: a draft that first took in more says nothing of the usual one
@@ -101,8 +101,13 @@ class PerRequest:
 
     policy: Admission
     step_rates: None = field(default=None, init=False)
-    _own: dict[int, Admission] = field(default_factory=dict, init=False, repr=False)
+    _own: dict[int, Any] = field(default_factory=dict, init=False, repr=False)
     _requests: Sequence[BatchRequest] = field(default=(), init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._by_rounds = isinstance(self.policy, RoundPolicy)
+        # A fixed length's block is made no longer than it needs to be.
+        self._longest = self.policy.length if isinstance(self.policy, FixedLength) else None
 
     @property
     def reads_survival(self) -> bool:
@@ -112,12 +117,12 @@ class PerRequest:
         self._requests = requests
         limits = []
         for request in requests:
-            own = self._own.get(request.id)
+            own: Any = self._own.get(request.id)
             if own is None:
                 own = self.policy.fresh() if isinstance(self.policy, RoundPolicy) else self.policy
                 self._own[request.id] = own
-            limit = request.limit
-            if limit > 0 and isinstance(own, RoundPolicy):
+            limit = request.limit if self._longest is None else min(request.limit, self._longest)
+            if limit > 0 and self._by_rounds:
                 limit = min(own.begin_round(request.depth, limit), limit)
             limits.append(limit)
         return limits
@@ -129,9 +134,10 @@ class PerRequest:
         return list(drafted)
 
     def end_step(self, outcome: StepOutcome) -> None:
+        if not self._by_rounds:
+            return
         for r, request in enumerate(outcome.requests):
-            own = self._own.get(request.id)
-            if isinstance(own, RoundPolicy):
+            if (own := self._own.get(request.id)) is not None:
                 own.end_round(
                     RoundOutcome(
                         request.depth,

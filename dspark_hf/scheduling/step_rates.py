@@ -35,7 +35,7 @@ class StepRates:
     """A measured table, with the live correction on top of it.
 
     rows: B of each column, ascending from 1. depths: context tokens of each line, ascending.
-    target_seconds, target_spread: median and interquartile range of one target forward, [depths][rows].
+    target_seconds, target_spread: lower quartile and interquartile range of one target forward, [depths][rows].
     block_seconds: the drafter's parallel stage for at most K = 1..γ tokens, with base logits and the first confidence.
     draft_step_seconds: one step of the sequential loop. key: what the table holds for. live: whether rounds correct it;
     `False` makes sampled output repeatable with a seed.
@@ -190,11 +190,20 @@ class StepRates:
             return
         ratio = _bounded(seconds / (self.measured(rows, depth) + self._sequence_cost(sequences)))
         self._speed["target"] *= ratio**_GLOBAL_PACE
+        # What one B costs beyond the whole machine's pace; it fades, since one B alone can't tell the two apart.
+        for i, share in self._neighbours(rows):
+            self._row_factor[i] = self._row_factor[i] ** (1.0 - _ROW_PACE * share) * ratio ** (_ROW_PACE * share)
+        self._curves.clear()
+
+    def _neighbours(self, rows: int) -> list[tuple[int, float]]:
+        """The measured B by which the cost of `rows` is told, and each one's share."""
         if rows in self._index:
-            # What one B costs beyond the whole machine's pace; it fades, since one B alone can't tell the two apart.
-            i = self._index[rows]
-            self._row_factor[i] = self._row_factor[i] ** (1.0 - _ROW_PACE) * ratio**_ROW_PACE
-            self._curves.clear()
+            return [(self._index[rows], 1.0)]
+        high = bisect_right(self.rows, rows)
+        if high == len(self.rows):
+            return [(high - 1, 1.0)]
+        share = (rows - self.rows[high - 1]) / (self.rows[high] - self.rows[high - 1])
+        return [(high - 1, 1.0 - share), (high, share)]
 
     def correct_draft(self, seconds: float, expected: float) -> None:
         """One live draft took `seconds` where the table has `expected` (`draft_cost`)."""

@@ -1,0 +1,96 @@
+"""A file of prompts answered together by the batch engine.
+
+Owns: prompt lines with settings of their own, the stream of records. Does not own: the engine, files, printing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..engine.engine import BatchEngine
+from ..engine.sequence import RequestOutput
+from ..modeling_dspark import DSparkDraftModel
+from ..pairs import Target
+from ..texts import encode_messages, messages_of, read_jsonl
+from .completion import DecodingOptions, sampling_settings
+
+_SETTINGS = ("max_new_tokens", "temperature", "top_p", "seed")
+_ENGINE_LINES = 1.0  # seconds between two records of the engine
+
+
+@dataclass(frozen=True)
+class Question:
+    """One prompt with its settings."""
+
+    messages: list[dict[str, str]]
+    options: DecodingOptions
+
+
+def read_questions(path: Path, options: DecodingOptions) -> list[Question]:
+    """The lines of a JSONL file; `max_new_tokens`, `temperature`, `top_p` and `seed` in a line go before `options`.
+
+    Raises:
+        ValueError: a line that is no prompt, or a setting that is not allowed; it names the line.
+        OSError: no such file.
+    """
+    questions = []
+    for number, record in read_jsonl(path):
+        where = f"{path}, line {number}"
+        own = {name: record[name] for name in _SETTINGS if name in record}
+        try:
+            chosen = dataclasses.replace(options, **own)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{where}: {error}") from None
+        questions.append(Question(messages_of(record, where), chosen))
+    if not questions:
+        raise ValueError(f"{path} has no prompts.")
+    return questions
+
+
+def answer_all(
+    target: Target,
+    drafter: DSparkDraftModel | None,
+    questions: Sequence[Question],
+    max_sequences: int,
+    on_record: Callable[[dict[str, Any]], None],
+) -> None:
+    """Answer all questions; `on_record` gets one record for each as it is finished (`type` "request", with its `index`), and
+    about every second one of the engine (`type` "engine").
+
+    Ctrl-C ends it with records of what was not finished (`finish_reason` "interrupted") before it is raised again.
+
+    Raises:
+        ValueError: a prompt that does not fit the target's context; nothing was decoded then.
+    """
+    engine = BatchEngine(target.model, drafter, max_sequences=max_sequences)
+    for question in questions:
+        options = question.options
+        ids = encode_messages(target.tokenizer, question.messages)
+        engine.add(ids, seed=options.seed, max_new_tokens=options.max_new_tokens, **sampling_settings(options))
+
+    def record(output: RequestOutput) -> dict[str, Any]:
+        entry = output.to_dict()
+        text = target.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        return {"type": "request", "index": entry.pop("id"), "text": text} | entry
+
+    try:
+        for entry in _with_engine(engine, record):
+            on_record(entry)
+    except KeyboardInterrupt:
+        for output in engine.interrupt():
+            on_record(record(output))
+        raise
+
+
+def _with_engine(engine: BatchEngine, record: Callable[[RequestOutput], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    last = time.perf_counter()
+    while engine.num_unfinished:
+        yield from map(record, engine.step())
+        if time.perf_counter() - last >= _ENGINE_LINES or not engine.num_unfinished:
+            last = time.perf_counter()
+            yield {"type": "engine"} | engine.stats.to_dict()
