@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from conftest import make_drafter, make_target, prompt_ids
 
+from dspark_hf import BatchEngine, FixedLength
 from dspark_hf.engine import cache
 from dspark_hf.engine.cache import Layout, RaggedStore, Slot, causal_mask
+from dspark_hf.scheduling.batch import PerRequest
 
 CPU = torch.device("cpu")
 
@@ -45,7 +48,10 @@ class World:
 
     def open(self, capacity: int) -> Text:
         empty = [
-            (torch.zeros(self.kv_heads, 0, self.key_dim).double(), torch.zeros(self.kv_heads, 0, self.value_dim).double())
+            (
+                torch.zeros(self.kv_heads, 0, self.key_dim).double(),
+                torch.zeros(self.kv_heads, 0, self.value_dim).double(),
+            )
             for _ in self.windows
         ]
         text = Text(self.store.open(capacity), empty)
@@ -212,6 +218,23 @@ def test_memory_follows_the_tokens_held():
     assert world.store.num_bytes <= 4 * per_token * world.store.num_tokens
 
 
+def test_memory_of_an_engine_follows_the_tokens_held():
+    """One long text beside many short ones takes what their tokens take, not what the longest takes for each."""
+    target = make_target(vocab_size=8, max_position_embeddings=2048)
+    drafter = make_drafter(target)
+    engine = BatchEngine(target, drafter, policy=PerRequest(FixedLength(3)), max_sequences=17, prefill_chunk=1600)
+    engine.add(prompt_ids(1500, 8)[0], max_new_tokens=40, do_sample=False)
+    for i in range(32):
+        engine.add(prompt_ids(34 + i % 20, 8, i)[0], max_new_tokens=8 + i % 7, do_sample=False)
+    # Keys and values of 8 numbers of 8 bytes, 2 heads, 4 layers; the drafter has two more.
+    per_token, most = 2 * 8 * 8 * 2 * (4 + 2), 0
+    while engine.num_unfinished:
+        engine.step()
+        assert engine.cache_bytes <= 4 * per_token * max(engine.cache_tokens, 64)
+        most = max(most, engine.cache_bytes)
+    assert most < 17 * 1540 * per_token / 4
+
+
 def test_nothing_is_lost_where_memory_runs_out_while_growing(monkeypatch):
     """`open` and `reserve` fail whole: every sequence has what it had, and the next try works."""
     world, rnd = World(), random.Random(5)
@@ -285,6 +308,8 @@ def test_a_text_without_finite_numbers_does_not_spoil_the_next_in_its_place():
     world.forward([long], [50], [50])
     layout = Layout([broken.slot], [30], CPU)
     for layer in range(2):
-        layout.write(layer, torch.full((1, 2, 30, 4), torch.nan).double(), torch.full((1, 2, 30, 6), torch.nan).double())
+        layout.write(
+            layer, torch.full((1, 2, 30, 4), torch.nan).double(), torch.full((1, 2, 30, 6), torch.nan).double()
+        )
     world.close(broken)
     world.forward([long, world.open(60)], [2, 3], [2, 3])

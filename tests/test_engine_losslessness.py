@@ -45,12 +45,12 @@ def test_greedy_is_token_identical(family, head, changes):
     """Requests of all lengths, more than run at once, read in pieces; blocks of 3 and whatever an uncalibrated drafter does."""
     # transformers' experts know no float64
     target = make_target(family, vocab_size=7, dtype=torch.float32 if family == "qwen3_moe" else torch.float64)
-    texts = prompts([1, 2, 17, 3, 33, 60, 5, 90], 7)
-    wanted = [plain(target, p, max_new_tokens=20) for p in texts]
+    texts = prompts([1, 2, 17, 3, 33, 5, 90], 7)
+    wanted = [plain(target, p, max_new_tokens=16) for p in texts]
     drafter = make_drafter(target, head, **changes)
     for policy in (PerRequest(FixedLength(3)), None):
-        limits = {"max_sequences": 5, "prefill_chunk": 16, "policy": policy}
-        outputs = generate_batch(target, drafter, texts, max_new_tokens=20, do_sample=False, engine=limits)
+        limits = {"max_sequences": 4, "prefill_chunk": 16, "policy": policy}
+        outputs = generate_batch(target, drafter, texts, max_new_tokens=16, do_sample=False, engine=limits)
         assert [o.token_ids for o in outputs] == wanted
         assert {o.finish_reason for o in outputs} == {"length"}
         assert sum(sum(o.stats.accepted) for o in outputs) > 0
@@ -76,6 +76,25 @@ def test_without_a_drafter(family):
     )
     assert [o.token_ids for o in outputs] == [plain(target, p, max_new_tokens=15) for p in texts]
     assert all(sum(o.stats.drafted) == 0 for o in outputs)
+
+
+def test_a_padded_forward_changes_no_text():
+    """A table on which few rows cost more than eight, or than twelve: forwards are padded."""
+    target = make_target("gemma3", vocab_size=8)
+    drafter = make_drafter(target)
+    costs = dict.fromkeys(range(1, 8), 3.0) | {8: 1.0, 9: 3.0, 12: 1.5}
+    rates = StepRates(list(costs), [1], [list(costs.values())], [[0.0] * len(costs)], [], 0.0)
+    rates.live = False
+    texts = prompts([5, 70, 20], 8)
+    for policy in (BatchThroughput(rates), BatchLookahead(rates, Expectation([0.6] * 4, 0.4))):
+        engine = BatchEngine(target, drafter, policy=policy)
+        for prompt in texts:
+            engine.add(prompt, max_new_tokens=15, do_sample=False)
+        outputs = sorted(engine.run(), key=lambda o: o.id)
+        assert [o.token_ids for o in outputs] == [plain(target, p, max_new_tokens=15) for p in texts]
+        assert any(s.rows > s.decoding + s.verified for s in engine.stats.history)
+        assert {s.rows for s in engine.stats.history if not s.reading} <= {8, 12}
+        assert engine.cache_bytes == 0
 
 
 def rounds(stats) -> list[tuple]:
@@ -246,8 +265,12 @@ def test_sampled_joint_distribution_is_exact(policy, monkeypatch):
     drafter = make_drafter(target, seed=6, **small)
     drafter.skinny_linear = False
     asks = [
-        (prompt_ids(4, 4, 9), 4, {"temperature": 0.8, "prefix_allowed_tokens_fn": choices({4: [1]}, [2, 3])}),
-        (prompt_ids(6, 4, 2), 3, {"temperature": 1.0, "prefix_allowed_tokens_fn": choices({6: [3], 7: [1, 2, 3]}, [2, 3])}),
+        (prompt_ids(4, 4, 9), 4, {"temperature": 3.0, "prefix_allowed_tokens_fn": choices({4: [1]}, [2, 3])}),
+        (
+            prompt_ids(6, 4, 2),
+            3,
+            {"temperature": 1.0, "prefix_allowed_tokens_fn": choices({6: [3], 7: [1, 2, 3]}, [2, 3])},
+        ),
     ]
     wanted = [exact(target, *ask) for ask in asks]
 
@@ -267,9 +290,8 @@ def test_sampled_joint_distribution_is_exact(policy, monkeypatch):
     found: dict[tuple, float] = defaultdict(float)
     for texts, weight in enumerator.outcomes(run):
         found[texts] += weight
-    assert rounds[2, 2] or rounds[1, 1]
-    if not fixed:
-        assert any(rounds[planned, planned] and rounds[planned, planned - 1] for planned in (1, 2))
+    assert rounds[2, 2] + rounds[1, 1] > 0
+    assert fixed or sum(count for (planned, verified), count in rounds.items() if verified < planned) > 0
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
     for first, p in wanted[0].items():
         for second, q in wanted[1].items():

@@ -22,6 +22,14 @@ _SMALLEST = 64  # capacity of the first pool
 _WIDE = 16  # a sequence with more rows in a forward (a prompt being read) attends alone
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether that is memory running out, on whichever device."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("allocate memory" in text or "not enough memory" in text)
+
+
 @dataclass(eq=False)
 class Slot:
     """One sequence's place. length: tokens that stand; what lies behind them is overwritten by the next forward."""
@@ -44,6 +52,9 @@ class _Pool:
         if len(self.slots) == self.room:
             self._resize(self.room + max(1, self.room // 2))
         slot = Slot(self, len(self.slots))
+        for pair in self.tensors.values():
+            for tensor in pair:
+                tensor[slot.index].zero_()  # what an earlier text left may not be finite
         self.slots.append(slot)
         return slot
 
@@ -58,10 +69,15 @@ class _Pool:
         if not self.slots:
             self.tensors, self.room = {}, 0
         elif 3 * len(self.slots) <= self.room:
-            self._resize(len(self.slots))
+            try:
+                self._resize(len(self.slots))
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise  # else it stays as large as it is: making room must not need room
 
     def _resize(self, room: int) -> None:
-        # One layer at a time, so that no more than one is there twice; after an error each still holds all slots in use.
+        # One layer at a time, so that no more than one is there twice. After an error some have the old room, some the new.
+        self.room = min(self.room, room)
         for layer, pair in self.tensors.items():
             self.tensors[layer] = self._resized(pair[0], room), self._resized(pair[1], room)
         self.room = room
@@ -233,7 +249,9 @@ class Layout:
             for room, new in zip(group.pool.of_layer(layer, keys, values), (keys, values)):
                 rows = new[0, :, group.start : group.stop]
                 flat = room.view(-1, room.shape[-1])
-                flat.index_copy_(0, group.write_index(rows.shape[0]), rows.reshape(-1, rows.shape[-1]).to(flat.dtype))
+                flat.index_copy_(
+                    0, group.write_index(rows.shape[0]).to(flat.device), rows.reshape(-1, rows.shape[-1]).to(flat.dtype)
+                )
 
     def attend(
         self,
@@ -259,14 +277,17 @@ class Layout:
         per_group = heads // kv_heads
         rows = queries[0, :, group.start : group.stop].transpose(0, 1)  # [rows, H, D]
         if not group.is_full:
-            rows = rows[group.gathered]
+            rows = rows[group.gathered.to(rows.device)]
         # The query heads of one key/value head side by side with the rows: no copies of keys for grouped heads.
         grouped = rows.reshape(count, width, kv_heads, per_group, dim).permute(0, 2, 3, 1, 4)
         grouped = grouped.reshape(count, kv_heads, per_group * width, dim)
-        name = kind, per_group
+        name = kind, per_group, queries.device
         if name not in group.masks:
             seen = mask_of(group)
-            group.masks[name] = None if seen is None else _additive(seen, queries.dtype).repeat(1, 1, per_group, 1)
+            mask = (
+                None if seen is None else _additive(seen.to(queries.device), queries.dtype).repeat(1, 1, per_group, 1)
+            )
+            group.masks[name] = mask
         mask = group.masks[name]
         if softcap is None:
             out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
@@ -275,7 +296,7 @@ class Layout:
             scores = torch.tanh(scores / softcap) * softcap
             out = (scores if mask is None else scores + mask).softmax(-1) @ values
         out = out.view(count, kv_heads, per_group, width, -1).permute(0, 3, 1, 2, 4).reshape(count * width, heads, -1)
-        return out if group.is_full else out[group.taken]
+        return out if group.is_full else out[group.taken.to(out.device)]
 
 
 def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

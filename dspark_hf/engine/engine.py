@@ -29,7 +29,7 @@ from ..modeling_dspark import DSparkDraftModel
 from ..scheduling.batch import BatchPolicy, BatchRequest, StepOutcome
 from ..scheduling.step_rates import StepRates
 from .drafting import BatchDrafter
-from .policies import batch_policy_of
+from .policies import batch_policy_of, check_policy
 from .queue import RequestQueue, is_out_of_memory, no_memory
 from .runner import Runner, Span, SpanOutput, check_target
 from .sequence import FinishReason, Prepared, Request, RequestOutput, prepare, prompt_tensor
@@ -84,6 +84,7 @@ class BatchEngine:
             self._cap = drafter.config.num_draft_tokens
             if policy is None:
                 self.policy, self._cap = batch_policy_of(target, drafter, step_rates, max_sequences)
+            check_policy(self.policy, drafter)
         self._queue = RequestQueue(self._runner, self._drafter, max_sequences, max_tokens_in_cache, prefill_chunk)
         self.stats = EngineStats("plain" if self.policy is None else type(self.policy).__name__)
         self._ids = itertools.count()
@@ -111,15 +112,13 @@ class BatchEngine:
         Raises:
             ValueError: no prompt, one that is too long for the target or the cache, settings that are not served.
         """
-        ids = prompt_tensor(input_ids, self.target.device)
+        ids = prompt_tensor(input_ids, self.target)
         context = self.target.config.get_text_config().to_dict().get("max_position_embeddings")
         if context is not None and ids.shape[1] >= context:
             raise ValueError(
                 f"The prompt has {ids.shape[1]} tokens, which leaves no room in the target's context of {context}. Shorten it."
             )
-        prepared = prepare(
-            self.target, ids, generation_config, logits_processor, stopping_criteria, streamer, dict(settings)
-        )
+        prepared = prepare(self.target, ids, generation_config, logits_processor, stopping_criteria, settings)
         capacity, most = prepared.config.max_length, self._queue.max_tokens
         if context is not None and capacity > context:
             raise ValueError(
@@ -132,6 +131,8 @@ class BatchEngine:
                 "the prompt, ask for fewer new tokens or raise max_tokens_in_cache."
             )
         request = self._request(prepared, streamer, seed, capacity)
+        if streamer is not None:
+            streamer.put(ids.cpu())
         self._queue.waiting.append(request)
         return request.id
 
@@ -156,7 +157,7 @@ class BatchEngine:
     def cancel(self, request_id: int) -> bool:
         """End a request and free its cache; its output has what was committed. `False` where it is over or unknown.
 
-        Called from within a step (by a streamer, from another thread), it takes effect at the start of the next one.
+        Called from within a step (by a streamer), it takes effect at the start of the next one.
         """
         request = self._queue.find(request_id)
         if request is None:
@@ -187,7 +188,8 @@ class BatchEngine:
     def step(self) -> list[RequestOutput]:
         """One forward of the target for everybody; returns the requests that are over."""
         with self._armed():
-            return self._guarded_step()
+            self._guarded_step()
+        return self._take_done()
 
     def run(self) -> Iterator[RequestOutput]:
         """Step until nothing is left, yielding requests as they finish; others may be added meanwhile.
@@ -195,11 +197,11 @@ class BatchEngine:
         After Ctrl-C the requests not finished are over too ("interrupted"); the next call yields them.
         """
         while self.num_unfinished:
-            outputs: list[RequestOutput] = []
             with self._armed():
-                while self.num_unfinished and not outputs:
-                    outputs = self._guarded_step()
-            yield from outputs
+                while len(self._queue) and not self._done:
+                    self._guarded_step()
+            while self._done:
+                yield self._done.pop(0)
 
     @contextmanager
     def _armed(self) -> Iterator[None]:
@@ -210,10 +212,13 @@ class BatchEngine:
     def interrupt(self) -> list[RequestOutput]:
         """End everything at once and return what there is."""
         self._abandon("interrupted", None)
+        return self._take_done()
+
+    def _take_done(self) -> list[RequestOutput]:
         done, self._done = self._done, []
         return done
 
-    def _guarded_step(self) -> list[RequestOutput]:
+    def _guarded_step(self) -> None:
         self._stepping = True
         try:
             self._step()
@@ -224,8 +229,6 @@ class BatchEngine:
             raise
         finally:
             self._stepping = False
-        done, self._done = self._done, []
-        return done
 
     def _abandon(self, reason: FinishReason, error: Exception | None) -> None:
         for request in [*self._queue.running, *self._queue.waiting]:
@@ -257,15 +260,16 @@ class BatchEngine:
         first = sum(self._read(r, outputs[r], verified - started) for r in chunks if r in outputs)
         seconds = time.perf_counter() - started
         rows = sum(len(span.token_ids) for span in spans.values()) + padding
-        if self.policy is not None and turns:
+        done = [t for t in turns if t.committed]  # the others' requests failed, or made way
+        if self.policy is not None and done:
             self.policy.end_step(
                 StepOutcome(
-                    requests=[t.asked for t in turns],
-                    limits=[t.draft.limit for t in turns],
-                    verified=[t.verified for t in turns],
-                    accepted=[t.accepted for t in turns],
-                    committed=[t.committed for t in turns],
-                    survival=[t.draft.survival for t in turns],
+                    requests=[t.asked for t in done],
+                    limits=[t.draft.limit for t in done],
+                    verified=[t.verified for t in done],
+                    accepted=[t.accepted for t in done],
+                    committed=[t.committed for t in done],
+                    survival=[t.draft.survival for t in done],
                     rows=rows,
                     prefill_rows=prefill_rows,
                     backlog=backlog,
@@ -313,15 +317,18 @@ class BatchEngine:
 
     def _draft(self, turns: list[Turn], prefill_rows: int) -> int:
         """Fill in the turns' drafts and how much of them is verified; returns the context tokens taken in first."""
-        if self.policy is None or self._drafter is None or not turns:
+        if self.policy is None or self._drafter is None:
             return 0
-        limits = self.policy.begin_step([t.asked for t in turns], prefill_rows)
-        requests = [t.request for t in turns]
-        lazy = [r for r in self._queue.running if r.num_pending >= _LAZY_FEATURES and r not in requests]
-        backlog = 0
+        requests, limits, backlog = [t.request for t in turns], [], 0
+        if turns:
+            limits = self.policy.begin_step([t.asked for t in turns], prefill_rows)
+        drafting = {r for r, n in zip(requests, limits) if n}
         try:
-            drafting = [r for r, n in zip(requests, limits) if n or r.num_pending >= _LAZY_FEATURES]
-            backlog = self._drafter.extend([*drafting, *lazy])
+            backlog = self._drafter.extend(
+                [r for r in self._queue.running if r in drafting or r.num_pending >= _LAZY_FEATURES]
+            )
+            if not turns:
+                return backlog
             for turn, draft in zip(turns, self._drafter.draft(requests, limits, self.policy)):
                 turn.draft = draft
         except Exception as error:
@@ -388,8 +395,8 @@ class BatchEngine:
         self._queue.release(request)
         if self.policy is not None:
             self.policy.forget(request.id)
+        self.stats.finished[reason] += 1
+        self._done.append(request.output(reason, error))
         if request.text.streamer is not None:
             with contextlib.suppress(Exception):  # a consumer must not wait for ever, whatever happened
                 request.text.streamer.end()
-        self.stats.finished[reason] += 1
-        self._done.append(request.output(reason, error))

@@ -45,3 +45,10 @@ def for_many(policy: Admission) -> BatchPolicy:
     if isinstance(policy, LaggedScheduler):
         return BatchLagged(policy.step_rates, policy.lag)
     return PerRequest(policy)
+
+
+def check_policy(policy: BatchPolicy | None, drafter: DSparkDraftModel) -> None:
+    """Refuse a policy that asks for what the drafter has not."""
+    if policy is not None and policy.reads_survival and drafter.confidence_head is None:
+        name = type(policy.policy if isinstance(policy, PerRequest) else policy).__name__
+        raise ValueError(f"{name} needs a drafter with a confidence head, and this one has none.")

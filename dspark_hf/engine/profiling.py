@@ -111,7 +111,7 @@ def _batch_columns(
 def _stand_in(target, drafter, runner: Runner, batch: BatchDrafter, depth: int) -> Request:
     """A greedy request whose caches hold `depth` tokens (of zeros: only their number matters)."""
     ids = torch.ones(1, 1, dtype=torch.long, device=target.device)
-    prepared = prepare(target, ids, GenerationConfig(max_new_tokens=1, do_sample=False), None, None, None, {})
+    prepared = prepare(target, ids, GenerationConfig(max_new_tokens=1, do_sample=False), None, None, {})
     generator = torch.Generator(target.device)
     request = Request(
         id=0,

@@ -9,21 +9,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-import torch
-
+from .cache import is_out_of_memory
 from .drafting import BatchDrafter
 from .runner import Runner
 from .sequence import Request
 
 _ALONE = 4  # prompt tokens read in one step when nobody waits for it, as a multiple of the usual
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether that is memory running out, on whichever device."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("allocate memory" in text or "not enough memory" in text)
 
 
 @dataclass
@@ -64,6 +55,7 @@ class RequestQueue:
                 failed.append((request, no_memory(request, error)))
                 self.waiting.popleft()
                 continue
+            request.to_read = request.text.length
             self.waiting.popleft()
             self.running.append(request)
         return failed

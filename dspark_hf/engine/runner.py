@@ -21,10 +21,11 @@ from transformers.cache_utils import CacheLayerMixin
 from ..decoding.compat import CACHE_ARGUMENT
 from ..decoding.targets import TargetTaps
 from ..modeling_dspark import DSparkDraftModel
-from .cache import Layout, RaggedStore, Slot, causal_mask
+from .cache import Layout, RaggedStore, Slot, causal_mask, is_out_of_memory
 
 _ATTENTION = "dspark_ragged"
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
+_CHECKED = "_dspark_ragged_checked"
 _TOLERANCE = 0.05  # share of the logits' spread by which a ragged forward may differ in the check
 
 
@@ -177,13 +178,22 @@ def check_structure(target: PreTrainedModel) -> None:
     """Refuse a target whose layers are not all plain attention.
 
     Raises:
-        ValueError: an encoder-decoder model, or layers with another state than keys and values.
+        ValueError: an encoder-decoder model, layers with another state than keys and values, positions that depend on the
+            longest text.
     """
     if target.config.is_encoder_decoder:
         raise ValueError(
             f"{type(target).__name__} is an encoder-decoder model; the batch engine serves decoder-only ones."
         )
-    layer_types = set(target.config.get_text_config().to_dict().get("layer_types") or ()) - _PLAIN_LAYERS
+    text = target.config.get_text_config().to_dict()
+    if kind := next(
+        (k for k in ("longrope", "dynamic") if f"'rope_type': '{k}'" in str(text.get("rope_parameters"))), None
+    ):
+        raise ValueError(
+            f"{type(target).__name__} has rotary embeddings of kind {kind}, which depend on the longest text of a forward, so "
+            "texts would not be independent in the batch engine. Decode one request at a time with generate()."
+        )
+    layer_types = set(text.get("layer_types") or ()) - _PLAIN_LAYERS
     if layer_types:
         raise ValueError(
             f"{type(target).__name__} has layers of kind {', '.join(sorted(layer_types))}, whose state the batch engine can't "
@@ -193,11 +203,13 @@ def check_structure(target: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def check_target(target: PreTrainedModel) -> None:
-    """Compare a ragged forward of two tiny texts with ordinary ones, so that no target is served wrongly.
+    """Compare a ragged forward of two tiny texts with ordinary ones, once for a model, so that none is served wrongly.
 
     Raises:
         ValueError: the logits differ by more than rounding, or the target refuses the call.
     """
+    if getattr(target, _CHECKED, False):
+        return
     runner = Runner(target, None)
     ids = torch.arange(2, 10, device=target.device) % target.config.get_text_config().vocab_size
     texts = [ids[:5], ids[3:6]]
@@ -209,11 +221,17 @@ def check_target(target: PreTrainedModel) -> None:
             slots[0].length = 2
             spans = [Span(slots[0], texts[0][2:], 1), Span(slots[1], texts[1], 1)]
             ragged = [output.logits[0].float() for output in runner.forward(spans)]
-    except TypeError as error:
-        raise ValueError(f"The batch engine can't serve {type(target).__name__}: {error}") from error
+    except (TypeError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"The batch engine can't serve {type(target).__name__}: {' '.join(str(error).split())[:200]}. Decode one request at "
+            "a time with generate()."
+        ) from error
     for here, there in zip(plain, ragged):
         if not torch.allclose(here, there, atol=_TOLERANCE * float(here.std()) + 1e-6, rtol=0.0):
             raise ValueError(
                 f"{type(target).__name__} gives other logits when several texts share a forward (its attention is of a kind "
                 "the batch engine does not know). Decode one request at a time with generate()."
             )
+    setattr(target, _CHECKED, True)

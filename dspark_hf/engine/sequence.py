@@ -7,14 +7,21 @@ Axes: L tokens of the text, S tokens whose features are new, m tapped layers, V 
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation.configuration_utils import GenerationMode
 
 from ..decoding.commit import Text, choose
 from ..decoding.stats import GenerationStats
@@ -67,11 +74,11 @@ class Prepared:
     criteria: StoppingCriteriaList
 
 
-def prompt_tensor(prompt: Sequence[int] | torch.Tensor, device: torch.device) -> torch.LongTensor:
-    """A prompt as [1, L].
+def prompt_tensor(prompt: Sequence[int] | torch.Tensor, target: PreTrainedModel) -> torch.LongTensor:
+    """A prompt as [1, L] on the target's device.
 
     Raises:
-        ValueError: no tokens, more than one sequence, or no integers.
+        ValueError: no tokens, more than one sequence, no integers, or one that is not in the target's vocabulary.
     """
     try:
         ids = torch.as_tensor(prompt)
@@ -83,7 +90,10 @@ def prompt_tensor(prompt: Sequence[int] | torch.Tensor, device: torch.device) ->
         raise ValueError(
             f"A prompt is a list of token ids, or a tensor [L] or [1, L] of them, with at least one; got {_short(prompt)}."
         )
-    return ids.to(device, torch.long)[None]
+    vocabulary = target.config.get_text_config().vocab_size
+    if wrong := [i for i in (int(ids.min()), int(ids.max())) if not 0 <= i < vocabulary]:
+        raise ValueError(f"Token id {wrong[0]} is not in the target's vocabulary of {vocabulary}.")
+    return ids.to(target.device, torch.long)[None]
 
 
 def _short(value: object) -> str:
@@ -99,7 +109,6 @@ def prepare(
     generation_config: GenerationConfig | None,
     logits_processor: LogitsProcessorList | None,
     stopping_criteria: StoppingCriteriaList | None,
-    streamer: BaseStreamer | None,
     settings: dict[str, Any],
 ) -> Prepared:
     """Let `generate()` itself work out config, processors and criteria, up to the point where decoding would begin.
@@ -107,6 +116,13 @@ def prepare(
     Raises:
         ValueError: settings that `generate()` or the engine refuses.
     """
+    if unknown := sorted(settings.keys() - vars(GenerationConfig()).keys() - {"prefix_allowed_tokens_fn", "tokenizer"}):
+        raise ValueError(
+            f"The batch engine has no use for {', '.join(unknown)}: it serves text prompts without padding, with the fields of "
+            "GenerationConfig as settings, logits processors, stopping criteria, prefix_allowed_tokens_fn and tokenizer."
+        )
+    settings = dict(settings)
+    generation_config, stopping_criteria = _with_stop_strings(target, generation_config, stopping_criteria, settings)
     found: list[Prepared] = []
 
     def capture(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
@@ -119,17 +135,38 @@ def prepare(
         generation_config=generation_config,
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,
-        streamer=streamer,
         custom_generate=capture,
         **settings,
     )
     config = found[0].config
-    if config.num_beams > 1 or config.num_return_sequences > 1:
+    mode = config.get_generation_mode()
+    guided = config.guidance_scale not in (None, 1.0)
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) or config.num_return_sequences > 1 or guided:
         raise ValueError(
             "The batch engine decodes greedily or by sampling, one text a request; got "
-            f"num_beams {config.num_beams}, num_return_sequences {config.num_return_sequences}. Add a request for each text."
+            f"{mode.value.replace('_', ' ')}, num_beams {config.num_beams}, num_return_sequences {config.num_return_sequences}"
+            f"{f' and guidance_scale {config.guidance_scale}' if guided else ''}. Add a request for each text."
         )
     return found[0]
+
+
+def _with_stop_strings(
+    target: PreTrainedModel,
+    config: GenerationConfig | None,
+    criteria: StoppingCriteriaList | None,
+    settings: dict[str, Any],
+) -> tuple[GenerationConfig | None, StoppingCriteriaList | None]:
+    """`generate()` hands no tokenizer on to a method that is not its own, so stop strings become a criterion here."""
+    tokenizer = settings.pop("tokenizer", None)
+    strings = settings.pop("stop_strings", None)
+    if strings is None and (config or target.generation_config).stop_strings is not None:
+        config = copy.deepcopy(config or target.generation_config)
+        strings, config.stop_strings = config.stop_strings, None
+    if strings is None:
+        return config, criteria
+    if tokenizer is None:
+        raise ValueError("stop_strings need the tokenizer: pass tokenizer=... to add() too.")
+    return config, StoppingCriteriaList([*(criteria or []), StopStringCriteria(tokenizer, strings)])
 
 
 @dataclass(eq=False)
@@ -144,6 +181,7 @@ class Request:
     stats: GenerationStats
     capacity: int  # most tokens it may come to hold
     started: float = field(default_factory=time.perf_counter)
+    to_read: int = 0  # tokens of the text when it was let in: they are read before it decodes
     slot: Slot | None = None
     draft_slot: Slot | None = None
     pending: list[torch.Tensor] = field(
@@ -156,8 +194,8 @@ class Request:
 
     @property
     def is_reading(self) -> bool:
-        """Whether some of its text, its last token aside, is not in the cache yet."""
-        return self.slot is not None and self.slot.length < self.text.length - 1
+        """Whether some of the text that it was let in with is not in the cache yet."""
+        return self.slot is not None and self.slot.length < self.to_read
 
     @property
     def place(self) -> Slot:
@@ -190,7 +228,8 @@ class Request:
         """The first `count` rows of a forward stand: they are in the cache now, and their features are for the drafter."""
         self.place.length += count
         if output.features is not None:
-            self.pending.append(output.features[:, :count])
+            # A copy, or these rows would keep everybody's features of that step.
+            self.pending.append(output.features[:, :count].clone())
 
     @property
     def reason(self) -> FinishReason:

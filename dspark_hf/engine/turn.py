@@ -54,7 +54,7 @@ class Turn:
         candidates = torch.cat([ids, ids.new_tensor([self.draft.token_ids[: self.verified]])], dim=1)
         self.committed, self.accepted = request.append(candidates, output.logits, probs)
         request.keep(output, self.committed)
-        confidences = self.draft.confidence_logits
+        confidences = self.draft.confidence_logits[: len(self.draft.token_ids)]
         stats.count_round(
             RoundRecord(
                 planned=self.draft.limit,

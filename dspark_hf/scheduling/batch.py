@@ -196,6 +196,8 @@ class BatchLagged:
     _cap: int | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.lag < 1:
+            raise ValueError(f"BatchLagged: lag must be at least 1 step, got {self.lag}.")
         self._history = deque(maxlen=self.lag)
 
     def begin_step(self, requests: Sequence[BatchRequest], prefill_rows: int) -> list[int]:

@@ -46,7 +46,7 @@ class BatchLookahead:
     # Of the step at hand, by place of the request:
     _in_step: list[_Member] = field(default_factory=list, init=False, repr=False)
     _limits: list[int] = field(default_factory=list, init=False, repr=False)
-    _closed: list[int] = field(default_factory=list, init=False, repr=False)  # tokens drafted where that is over
+    _drafted: list[int] = field(default_factory=list, init=False, repr=False)  # tokens admitted so far
     _probing: set[int] = field(default_factory=set, init=False, repr=False)
     _added: list[float] = field(default_factory=list, init=False, repr=False)
     _rate: float = field(default=0.0, init=False, repr=False)
@@ -63,7 +63,7 @@ class BatchLookahead:
             if request.id not in self._members:
                 self._members[request.id] = _Member(Belief(expected, self.reads_survival))
         self._in_step = [self._members[r.id] for r in requests]
-        self._limits, self._closed, self._probing = [0] * len(requests), [0] * len(requests), set()
+        self._limits, self._drafted, self._probing = [0] * len(requests), [0] * len(requests), set()
         possible = [r for r, request in enumerate(requests) if request.limit > 0]
         self._look_up(requests, prefill_rows)
         if not possible:
@@ -160,7 +160,7 @@ class BatchLookahead:
         for r in open_requests:
             outlook = self._in_step[r].belief.outlook(survival[r], position, self._limits[r])
             ahead.append(list(accumulate(outlook, lambda a, b: a * b))[position - 1 :])
-        start = sum(self._closed) + (position - 1) * len(open_requests)
+        start = sum(self._drafted)
         best, gain, chosen = 0.0, 0.0, set()
         seen: list[int] = []
         for n, (a, place) in enumerate(ranked_pairs(ahead), start=1):
@@ -171,8 +171,7 @@ class BatchLookahead:
                 best, chosen = value, set(seen)
         decisions = [i in chosen or (position == 1 and r in self._probing) for i, r in enumerate(open_requests)]
         for r, goes_on in zip(open_requests, decisions):
-            if not goes_on:
-                self._closed[r] = position - 1
+            self._drafted[r] += goes_on
         return decisions
 
     def select(self, survival: Sequence[Sequence[float]], drafted: Sequence[int]) -> list[int]:
