@@ -197,3 +197,32 @@ def test_a_draft_after_many_plain_steps_says_nothing_of_the_usual_one():
     rates = StepRates([1, 2], [1], [[1.0, 2.0]], [[0.0, 0.0]], [0.5], 0.0)
     rates.observe(outcome([], drafted=1, rows=2, limit=1, backlog=500, draft_seconds=9.0, verify_seconds=2.0))
     assert rates.draft_cost(1, 1) == 0.5
+
+
+def test_batch_columns_time_whole_drafts(monkeypatch):
+    """A block for 1 or γ tokens of which none is drawn runs the parallel stage; each drawn token one step for all requests."""
+    from dspark_hf.decoding.profiling import ProfilePlan
+    from dspark_hf.engine.profiling import measure_batch_rates
+
+    target = make_target()
+    drafter = make_drafter(target)
+    blocks, steps = [], []
+    stage, project = type(drafter).run_layers, type(drafter.markov_head).project
+
+    def counted_stage(model, hidden, *arguments):
+        blocks.append(hidden.shape[0] * hidden.shape[1])
+        return stage(model, hidden, *arguments)
+
+    def counted_project(head, latent):
+        steps.append(latent.shape[0])
+        return project(head, latent)
+
+    monkeypatch.setattr(type(drafter), "run_layers", counted_stage)
+    monkeypatch.setattr(type(drafter.markov_head), "project", counted_project)
+    rates = measure_batch_rates(target, drafter, 3, ProfilePlan((1, 2), (16,), sweeps=1))
+    assert rates.sequences == [2, 3]
+    width = drafter.config.block_size
+    for count in (2, 3):  # warm-up and one sweep, of blocks and drafts for 1 and γ tokens
+        assert blocks.count(count * width) == 8
+        assert steps.count(count) == 2 * (1 + drafter.config.num_draft_tokens)
+    assert all(s > 0 for line in rates.batch_block_seconds for s in line)

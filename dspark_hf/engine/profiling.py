@@ -20,7 +20,7 @@ from ..decoding.profiling import QUICK_DEPTHS, ProfilePlan, lower_quartile, meas
 from ..decoding.stats import GenerationStats
 from ..modeling_dspark import DSparkDraftModel
 from ..scheduling.admission import FixedLength
-from ..scheduling.batch import BatchRequest, PerRequest
+from ..scheduling.batch import PerRequest
 from ..scheduling.step_rates import StepRates, load_step_rates
 from .drafting import BatchDrafter
 from .runner import Runner, Span
@@ -142,17 +142,25 @@ def _draft(batch: BatchDrafter, requests: Sequence[Request], limit: int, drawn: 
     config = batch.drafter.config
     width = len(config.target_layer_ids) * config.target_hidden_size
     new = torch.zeros(1, 2, width, dtype=batch.drafter.dtype, device=batch.drafter.device)
-    policy = PerRequest(FixedLength(drawn))
-    asked = [BatchRequest(i, _DEPTH, limit) for i in range(len(requests))]
+    policy = _Drawn(drawn)
 
     def run() -> None:
-        limits = policy.begin_step(asked, 0)
         for request in requests:
             request.pending = [new]
         batch.extend(requests)
-        batch.draft(requests, limits, policy)
+        batch.draft(requests, [limit] * len(requests), policy)
         for request in requests:
             assert request.draft_slot is not None
             request.draft_slot.length -= 2
 
     return run
+
+
+class _Drawn(PerRequest):
+    """Draws so many tokens of blocks that may be made for more."""
+
+    def __init__(self, drawn: int) -> None:
+        super().__init__(FixedLength(drawn))
+
+    def admit(self, position: int, open_requests: Sequence[int], survival: Sequence[Sequence[float]]) -> list[bool]:
+        return [self.policy.admit(position, []) for _ in open_requests]
