@@ -34,7 +34,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print the figures as JSO
 
 
 @app.command(
-    epilog="Examples: dspark-hf bench --max-new-tokens 128 --policies fixed:1,fixed:3,throughput --json bench.json; "
+    epilog="Example: dspark-hf bench --max-new-tokens 128 --policies fixed:1,fixed:3,throughput --json bench.json, or "
     "dspark-hf bench --concurrency 1,2,4,8,16 --plots figures"
 )
 def bench(
