@@ -15,6 +15,7 @@ from .packagings_dspark import to_dspark_dict
 
 MARKOV_HEAD_TYPES = ("none", "vanilla", "gated", "rnn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_FORMS = ("qwen3", "gemma4")
 # What calibration adds; it changes no weight and no cost.
 CALIBRATION_FIELDS = (
     "confidence_temperatures",
@@ -34,10 +35,13 @@ class DSparkConfig(PreTrainedConfig):
         target_hidden_size (`int`, *optional*): width of one tapped layer; `hidden_size` where absent.
         num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act,
             rms_norm_eps, rope_parameters, attention_bias, attention_dropout, max_position_embeddings: as in `Qwen3Config`.
+        layer_form (`str`): the family of the layers, `"qwen3"` or `"gemma4"`.
+        attention_k_eq_v (`bool`): in Gemma 4 layers, the values are the keys before their norm (no `v_proj`).
         layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each layer.
         sliding_window (`int`, *optional*): context tokens that a sliding layer sees.
         sliding_window_origin (`str`): the window is counted back from the `"anchor"` (speculators) or each `"query"` (z-lab).
         sliding_window_non_causal (`bool`): whether sliding layers look ahead inside the block.
+        full_attention_causal (`bool`): whether full layers do not look ahead inside the block (z-lab's `is_causal`).
         block_size (`int`): inputs of the parallel stage: the anchor and `block_size - 1` mask tokens.
         min_block_size (`int`, *optional*): the shortest block the drafter was trained with; drafts of fewer than γ tokens
             then run a shorter parallel stage. `None`: always `block_size`.
@@ -55,6 +59,9 @@ class DSparkConfig(PreTrainedConfig):
         expected_acceptance (`list[float]`, *optional*): at calibration, the share of x_k that stood where x_<k did.
         acceptance_persistence (`float`, *optional*): share of a position's deviation from that, in logits, that carries on
             to the next position.
+        embedding_scale (`float`, *optional*): the embedding table's rows are multiplied by it, whatever the target's own
+            embedding module does to them. `None`: they are used as that module gives them, own copies as they are.
+        output_scale (`float`): the LM head's output is multiplied by it, before the soft cap.
         final_logit_softcapping (`float`, *optional*): the target's soft cap of its logits.
         has_own_embeddings (`bool`): the checkpoint brings copies of the target's embedding and LM head.
         num_anchors (`int`): blocks drawn per sequence in training.
@@ -80,10 +87,13 @@ class DSparkConfig(PreTrainedConfig):
     rope_parameters: dict | None = None
     attention_bias: bool = False
     attention_dropout: float = 0.0
+    layer_form: str = "qwen3"
+    attention_k_eq_v: bool = False
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     sliding_window_origin: str = "anchor"
     sliding_window_non_causal: bool = False
+    full_attention_causal: bool = False
     tie_word_embeddings: bool = False
 
     block_size: int = 7
@@ -100,6 +110,8 @@ class DSparkConfig(PreTrainedConfig):
     confidence_shifts: list[float] | None = None
     expected_acceptance: list[float] | None = None
     acceptance_persistence: float | None = None
+    embedding_scale: float | None = None
+    output_scale: float = 1.0
     final_logit_softcapping: float | None = None
     has_own_embeddings: bool = False
     num_anchors: int = 512
@@ -154,6 +166,17 @@ class DSparkConfig(PreTrainedConfig):
             self.sliding_window_origin in ("anchor", "query"),
             f"sliding_window_origin must be 'anchor' or 'query', got {self.sliding_window_origin!r}.",
         )
+        require(
+            self.layer_form in LAYER_FORMS,
+            f"layer_form must be one of {', '.join(LAYER_FORMS)}, got {self.layer_form!r}.",
+        )
+        require(
+            self.layer_form == "gemma4" or not self.attention_k_eq_v,
+            f"attention_k_eq_v is for layer_form 'gemma4', got {self.layer_form!r}.",
+        )
+        for name in ("embedding_scale", "output_scale", "final_logit_softcapping"):
+            value = getattr(self, name)
+            require(value is None or value > 0.0, f"{name} must be above 0, got {value}.")
         require(self.num_draft_tokens >= 1, f"block_size {self.block_size} leaves no token to draft.")
         require(
             self.min_block_size is None or 1 <= self.min_block_size <= self.block_size,
@@ -212,14 +235,18 @@ class DSparkConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
-        """As in transformers, and it also takes the configs of the other packagings (DeepSpec)."""
+        """As in transformers, and it also takes the configs of the other packagings (`packagings_dspark`)."""
         return super().from_dict(to_dspark_dict(config_dict), **kwargs)
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs: Any):
-        """As in transformers, with other packagings already translated (so that their `model_type` raises no warning)."""
+        """As in transformers, with other packagings already translated (so that their `model_type` raises no warning).
+
+        `weight_shapes` (by name), where they are known, settle what such a config leaves open.
+        """
+        shapes = kwargs.pop("weight_shapes", None)
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        return to_dspark_dict(config_dict), kwargs
+        return to_dspark_dict(config_dict, shapes), kwargs
 
 
 __all__ = ["DSparkConfig"]
