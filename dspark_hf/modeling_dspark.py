@@ -136,12 +136,14 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             raise ValueError(f"{type(target).__name__} has no input or output embeddings to share with the drafter.")
         if self.embed_tokens is not None and _same_weight(self.embed_tokens, embedding):
             self.embed_tokens = None
-        if self.lm_head is not None and not self.config.has_reduced_vocab and _same_weight(self.lm_head, head):
+        if self.config.has_reduced_vocab:
+            head = self._reduced_head(head)
+        if self.lm_head is not None and _same_weight(self.lm_head, head):
             self.lm_head = None
         if self.embed_tokens is not None or self.lm_head is not None:
             logger.warning_once("The drafter's own embedding or LM head differs from the target's and is kept.")
         self._target_embedding = [embedding]
-        self._target_head = [self._reduced_head(head) if self.config.has_reduced_vocab else head]
+        self._target_head = [head]
 
     def _reduced_head(self, head: nn.Module) -> nn.Linear:
         """The rows of the target's LM head for the draft vocabulary."""
