@@ -58,7 +58,11 @@ class Written:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was written where. num_draft_tokens: γ, what an engine is told to draft a round."""
+    """What was written where.
+
+    num_draft_tokens: γ, what an engine is told to draft a round. num_parameters: of the drafter, without what it shares with
+    the target. lost: what the form has no place for.
+    """
 
     folder: str
     form: str

@@ -271,12 +271,11 @@ class DSparkDraftModel(DSparkPreTrainedModel):
     ) -> dict[str, torch.Tensor | None]:
         """Bool masks [B, 1, block, C + block] by layer type, `None` where everything is seen."""
         padding = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
-        # Context tokens are the ones right before the block.
-        context = torch.arange(-num_context, 0, device=block_positions.device) + block_positions[:, :1]
-        masks: dict[str, torch.Tensor | None] = {}
-        for kind in set(self.config.layer_types):
-            masks[kind] = padding
+        masks: dict[str, torch.Tensor | None] = dict.fromkeys(self.config.layer_types, padding)
+        for kind in masks:
             if not sees_everything(self.config, kind):
+                # Context tokens are the ones right before the block.
+                context = torch.arange(-num_context, 0, device=block_positions.device) + block_positions[:, :1]
                 seen = block_mask(self.config, kind, context, block_positions, block_positions[:, :1])[:, None]
                 masks[kind] = seen if padding is None else seen & padding
         return masks
