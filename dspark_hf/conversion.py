@@ -101,7 +101,9 @@ def convert(source: str, destination: Path, form: str, target_name: str | None =
             save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
             text = json.dumps(written.config, indent=2, sort_keys=True)
             (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
-        os.chmod(temporary, 0o755)
+        for file in temporary.iterdir():
+            file.chmod(0o644)
+        temporary.chmod(0o755)
         os.replace(temporary, destination)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
