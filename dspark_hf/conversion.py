@@ -97,7 +97,8 @@ def convert(source: str, destination: Path, form: str, target_name: str | None =
         else:
             written = to_deepspec(drafter, target) if form == "deepspec" else to_speculators(drafter, target, name)
             lost = written.lost
-            tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in written.tensors.items()}
+            # Cloned, because a tied target gives the same memory as embedding and LM head.
+            tensors = {key: tensor.detach().cpu().clone().contiguous() for key, tensor in written.tensors.items()}
             save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
             text = json.dumps(written.config, indent=2, sort_keys=True)
             (temporary / "config.json").write_text(text + "\n", encoding="utf-8")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dspark_hf import DSparkDraftModel, FixedLength, generate_batch
-from dspark_hf.scheduling.batch_lookahead import PerRequest
+from dspark_hf.scheduling.batch import PerRequest
 from dspark_hf.training.anchors import make_blocks
 from dspark_hf.training.step import Batch, DraftTrainingStep
 
