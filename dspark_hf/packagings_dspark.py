@@ -15,7 +15,7 @@ OLD_HEAD_PREFIX = "logit_head."  # SpecForge's first checkpoints have it before 
 Shapes = Mapping[str, Sequence[int]]
 
 # What Qwen3Config, which all packagings but Gemma's build on, takes for a key that a config leaves out.
-_BACKBONE = {
+_BACKBONE: dict[str, Any] = {
     "vocab_size": 151936,
     "hidden_size": 4096,
     "intermediate_size": 22016,
@@ -63,7 +63,7 @@ _CARRIED_KEYS = (
 _HEAD_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 _DFLASH2_KEYS = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
 # Keys that change what a drafter computes in a way that is not implemented, and the values that change nothing.
-_FOREIGN_KEYS = {
+_FOREIGN_KEYS: dict[str, tuple[str, tuple]] = {
     "rope_is_neox_style": ("interleaved rotary positions", (None, True)),
     "enable_qwen35_gated_q_proj": ("gated queries (Ornith)", (None, False)),
     "log_snr_conditioning": ("conditioning on the noise level (Bonsai)", (None, False)),

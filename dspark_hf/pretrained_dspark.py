@@ -35,7 +35,7 @@ def weight_files(name_or_path: Any, **hub: Any) -> list[str]:
 
 def weight_shapes(files: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Shapes by name, from the files' headers alone."""
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
             shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
