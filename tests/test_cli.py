@@ -87,6 +87,79 @@ def test_bench(flags, pair, monkeypatch, capsys, tmp_path):
         assert domain["dspark"]["speedup"] > 0
 
 
+def write_prompts(path, lines):
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_bench_of_many_requests(temperature, pair, monkeypatch, capsys, tmp_path):
+    lines = [{"domain": d, "prompt": f"w5 w{6 + i}"} for i, d in enumerate(["math", "code", "chat"])]
+    prompts = write_prompts(tmp_path / "prompts.jsonl", lines)
+    arguments = ["bench", "--prompts", prompts, "--max-new-tokens", 8, "--json", tmp_path / "c.json", *names(pair)]
+    arguments += ["--concurrency", "1,2", "--sweeps", 1, "--temperature", temperature, "--plots", tmp_path / "figures"]
+    code, out, _ = run(monkeypatch, capsys, *arguments)
+    assert code == 0
+    assert "plain batched decoding" in out
+    summary = json.loads((tmp_path / "c.json").read_text())
+    assert set(summary["levels"]) == {"1", "2"}
+    for level, methods in summary["levels"].items():
+        assert set(methods) == {"padded", "plain", "dspark", "fixed:1", "fixed:3", "fixed:7"}
+        assert methods["padded"]["tokens_per_second"] > 0
+        assert methods["padded"]["steady_tokens_per_second"] is None
+        for name in ("plain", "dspark", "fixed:1"):
+            assert methods[name]["steady_tokens_per_second"] > 0
+            assert methods[name]["identical_share"] == (None if temperature else 1.0)
+        assert methods["plain"]["verified_per_request"] == 0
+        assert 0 < methods["fixed:1"]["verified_per_request"] <= 1
+        ratios = summary["ratios"][level]
+        assert ratios["over_best_static"] <= ratios["over_plain"]
+    for name in ("throughput.png", "budget.png"):
+        assert (tmp_path / "figures" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_batch(pair, monkeypatch, capsys, tmp_path):
+    lines = [
+        {"prompt": "w5 w6"},
+        {"prompt": "w7", "max_new_tokens": 3, "temperature": 0.7, "seed": 4},
+        {"prompt": "w9"},
+    ]
+    prompts = write_prompts(tmp_path / "prompts.jsonl", lines)
+    arguments = ["batch", "--prompts", prompts, "--max-new-tokens", 9, "--max-sequences", 2, *names(pair)]
+    code, out, err = run(monkeypatch, capsys, *arguments, "--out", tmp_path / "answers.jsonl", "--json")
+    assert code == 0
+    assert "tok/s" in err
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [a["index"] for a in answers] == [0, 1, 2]
+    assert [len(a["token_ids"]) for a in answers] == [9, 3, 9]
+    assert {a["finish_reason"] for a in answers} == {"length"}
+    stream = [json.loads(line) for line in out.splitlines()]
+    assert sorted(r["index"] for r in stream if r["type"] == "request") == [0, 1, 2]
+    assert stream[-1]["type"] == "engine"
+    assert stream[-1]["new_tokens"] == 21
+    code, out, _ = run(monkeypatch, capsys, *arguments)
+    assert code == 0
+    assert out.count("---") == 3
+
+
+def test_batch_keeps_what_was_finished_at_ctrl_c(pair, monkeypatch, capsys, tmp_path):
+    from dspark_hf.engine.engine import BatchEngine
+
+    prompts = write_prompts(tmp_path / "prompts.jsonl", [{"prompt": "w5", "max_new_tokens": 2}, {"prompt": "w7 w8"}])
+    step = BatchEngine.step
+
+    def interrupted(engine):
+        if engine.stats.finished:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(BatchEngine, "step", interrupted)
+    arguments = ["batch", "--prompts", prompts, "--out", tmp_path / "a.jsonl", "--max-new-tokens", 99, *names(pair)]
+    assert run(monkeypatch, capsys, *arguments)[0] == 130
+    answers = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert [a["finish_reason"] for a in answers] == ["length", "interrupted"]
+
+
 def test_train(pair, monkeypatch, capsys, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"w{6 + i}"}) for i in range(8)))
@@ -125,6 +198,10 @@ def bad_inputs():
             "nobody/nothing-of-the-kind",
         ),
         "missing prompts": (["bench", "--prompts", "missing.jsonl"], {}, "No such file"),
+        "no such number of requests": (["bench", "--concurrency", "0"], {}, "at least 1"),
+        "plots without requests": (["bench", "--plots", "figures"], {}, "--concurrency"),
+        "missing batch": (["batch", "--prompts", "missing.jsonl"], {}, "No such file"),
+        "no place": (["batch", "--prompts", "missing.jsonl", "--max-sequences", 0], {}, "at least 1"),
         "unknown option": (["generate", *prompt, "--nonsense"], {}, "No such option"),
         "not a number": (["generate", *prompt, "--max-new-tokens", "many"], {}, "valid integer"),
     }

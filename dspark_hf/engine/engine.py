@@ -32,7 +32,7 @@ from .drafting import BatchDrafter
 from .policies import batch_policy_of, check_policy
 from .queue import RequestQueue, is_out_of_memory, no_memory
 from .runner import Runner, Span, SpanOutput, check_target
-from .sequence import FinishReason, Prepared, Request, RequestOutput, prepare, prompt_tensor
+from .sequence import FinishReason, Prepared, Request, RequestOutput, check_room, prepare, prompt_tensor
 from .stats import EngineStats, StepRecord
 from .turn import Turn
 
@@ -113,30 +113,15 @@ class BatchEngine:
             ValueError: no prompt, one that is too long for the target or the cache, settings that are not served.
         """
         ids = prompt_tensor(input_ids, self.target)
-        context = self.target.config.get_text_config().to_dict().get("max_position_embeddings")
-        if context is not None and ids.shape[1] >= context:
-            raise ValueError(
-                f"The prompt has {ids.shape[1]} tokens, which leaves no room in the target's context of {context}. Shorten it."
-            )
         prepared = prepare(self.target, ids, generation_config, logits_processor, stopping_criteria, settings)
-        capacity, most = prepared.config.max_length, self._queue.max_tokens
-        if context is not None and capacity > context:
-            raise ValueError(
-                f"The prompt has {ids.shape[1]} tokens; with {capacity - ids.shape[1]} new ones that is more than the target's "
-                f"context of {context}. Shorten the prompt or ask for fewer new tokens."
-            )
-        if most is not None and capacity > most:
-            raise ValueError(
-                f"The request may come to hold {capacity} tokens, more than max_tokens_in_cache allows in all ({most}). Shorten "
-                "the prompt, ask for fewer new tokens or raise max_tokens_in_cache."
-            )
-        request = self._request(prepared, streamer, seed, capacity)
+        check_room(prepared, self.target, self._queue.max_tokens)
+        request = self._request(prepared, streamer, seed)
         if streamer is not None:
             streamer.put(ids.cpu())
         self._queue.waiting.append(request)
         return request.id
 
-    def _request(self, prepared: Prepared, streamer: BaseStreamer | None, seed: int | None, capacity: int) -> Request:
+    def _request(self, prepared: Prepared, streamer: BaseStreamer | None, seed: int | None) -> Request:
         seed = int(torch.randint(2**62, (1,))) if seed is None else seed
         generator = torch.Generator(self.target.device).manual_seed(seed)
         draft_generator, length = generator, 0
@@ -151,7 +136,6 @@ class BatchEngine:
             generator=generator,
             draft_generator=draft_generator,
             stats=GenerationStats(length, self.stats.policy),
-            capacity=capacity,
         )
 
     def cancel(self, request_id: int) -> bool:

@@ -120,7 +120,6 @@ def _stand_in(target, drafter, runner: Runner, batch: BatchDrafter, depth: int) 
         generator=generator,
         draft_generator=generator,
         stats=GenerationStats(drafter.config.num_draft_tokens),
-        capacity=2,
     )
     request.slot = runner.store.open(depth + _MOST_ROWS)
     request.draft_slot = batch.store.open(batch.room(depth + 2))

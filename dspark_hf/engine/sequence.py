@@ -114,8 +114,13 @@ def prepare(
     """Let `generate()` itself work out config, processors and criteria, up to the point where decoding would begin.
 
     Raises:
-        ValueError: settings that `generate()` or the engine refuses.
+        ValueError: settings that `generate()` or the engine refuses, a prompt that fills the target's context.
     """
+    context = _context_of(target)
+    if context is not None and input_ids.shape[1] >= context:
+        raise ValueError(
+            f"The prompt has {input_ids.shape[1]} tokens, which leaves no room in the target's context of {context}. Shorten it."
+        )
     if unknown := sorted(settings.keys() - vars(GenerationConfig()).keys() - {"prefix_allowed_tokens_fn", "tokenizer"}):
         raise ValueError(
             f"The batch engine has no use for {', '.join(unknown)}: it serves text prompts without padding, with the fields of "
@@ -150,6 +155,25 @@ def prepare(
     return found[0]
 
 
+def check_room(prepared: Prepared, target: PreTrainedModel, most: int | None) -> None:
+    """Refuse a request whose text may outgrow the target's context, or `most` tokens."""
+    prompt, capacity, context = prepared.input_ids.shape[1], prepared.config.max_length, _context_of(target)
+    if context is not None and capacity > context:
+        raise ValueError(
+            f"The prompt has {prompt} tokens; with {capacity - prompt} new ones that is more than the target's context of "
+            f"{context}. Shorten the prompt or ask for fewer new tokens."
+        )
+    if most is not None and capacity > most:
+        raise ValueError(
+            f"The request may come to hold {capacity} tokens, more than max_tokens_in_cache allows in all ({most}). Shorten the "
+            "prompt, ask for fewer new tokens or raise max_tokens_in_cache."
+        )
+
+
+def _context_of(target: PreTrainedModel) -> int | None:
+    return target.config.get_text_config().to_dict().get("max_position_embeddings")
+
+
 def _with_stop_strings(
     target: PreTrainedModel,
     config: GenerationConfig | None,
@@ -179,7 +203,6 @@ class Request:
     generator: torch.Generator
     draft_generator: torch.Generator  # the same one, unless the drafter is on another device
     stats: GenerationStats
-    capacity: int  # most tokens it may come to hold
     started: float = field(default_factory=time.perf_counter)
     to_read: int = 0  # tokens of the text when it was let in: they are read before it decodes
     slot: Slot | None = None
@@ -187,6 +210,11 @@ class Request:
     pending: list[torch.Tensor] = field(
         default_factory=list
     )  # features not yet in the drafter's context, [1, S, m * d]
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens it may come to hold."""
+        return self.prepared.config.max_length
 
     @property
     def prompt_length(self) -> int:
