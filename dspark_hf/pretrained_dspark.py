@@ -118,6 +118,8 @@ class DSparkPreTrainedModel(PreTrainedModel):
 
     def save_pretrained(self, save_directory, *args: Any, **kwargs: Any) -> None:
         """As in transformers, and the generation config (`num_assistant_tokens`, `assistant_confidence_threshold`) too."""
+        self.config.has_own_embeddings = self.embed_tokens is not None  # dropped where they were the target's
+        self.config.has_own_lm_head = self.lm_head is not None
         super().save_pretrained(save_directory, *args, **kwargs)
         self.generation_config.save_pretrained(save_directory)
 
