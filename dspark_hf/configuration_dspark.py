@@ -15,6 +15,7 @@ from .packagings_dspark import to_dspark_dict
 
 MARKOV_HEAD_TYPES = ("none", "vanilla", "gated", "rnn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_FORMS = ("qwen3", "gemma4")
 # What calibration adds; it changes no weight and no cost.
 CALIBRATION_FIELDS = (
     "confidence_temperatures",
@@ -34,10 +35,13 @@ class DSparkConfig(PreTrainedConfig):
         target_hidden_size (`int`, *optional*): width of one tapped layer; `hidden_size` where absent.
         num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act,
             rms_norm_eps, rope_parameters, attention_bias, attention_dropout, max_position_embeddings: as in `Qwen3Config`.
+        layer_form (`str`): the family of the layers, `"qwen3"` or `"gemma4"`.
+        attention_k_eq_v (`bool`): in Gemma 4 layers, the values are the keys before their norm (no `v_proj`).
         layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each layer.
         sliding_window (`int`, *optional*): context tokens that a sliding layer sees.
         sliding_window_origin (`str`): the window is counted back from the `"anchor"` (speculators) or each `"query"` (z-lab).
         sliding_window_non_causal (`bool`): whether sliding layers look ahead inside the block.
+        full_attention_causal (`bool`): whether full layers do not look ahead inside the block (z-lab's `is_causal`).
         block_size (`int`): inputs of the parallel stage: the anchor and `block_size - 1` mask tokens.
         min_block_size (`int`, *optional*): the shortest block the drafter was trained with; drafts of fewer than γ tokens
             then run a shorter parallel stage. `None`: always `block_size`.
@@ -55,8 +59,12 @@ class DSparkConfig(PreTrainedConfig):
         expected_acceptance (`list[float]`, *optional*): at calibration, the share of x_k that stood where x_<k did.
         acceptance_persistence (`float`, *optional*): share of a position's deviation from that, in logits, that carries on
             to the next position.
+        embedding_scale (`float`, *optional*): the embedding table's rows are multiplied by it, whatever the target's own
+            embedding module does to them. `None`: they are used as that module gives them, own copies as they are.
+        output_scale (`float`): the LM head's output is multiplied by it, before the soft cap.
         final_logit_softcapping (`float`, *optional*): the target's soft cap of its logits.
-        has_own_embeddings (`bool`): the checkpoint brings copies of the target's embedding and LM head.
+        has_own_embeddings (`bool`): the checkpoint brings an embedding of its own, else the target's is used.
+        has_own_lm_head (`bool`, *optional*): the same of the LM head; as `has_own_embeddings` where absent.
         num_anchors (`int`): blocks drawn per sequence in training.
         pad_token_id, bos_token_id, eos_token_id: the target's (`pipeline()` compares them).
         target_model_name_or_path (`str`, *optional*): the target this drafter was trained for.
@@ -80,10 +88,13 @@ class DSparkConfig(PreTrainedConfig):
     rope_parameters: dict | None = None
     attention_bias: bool = False
     attention_dropout: float = 0.0
+    layer_form: str = "qwen3"
+    attention_k_eq_v: bool = False
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     sliding_window_origin: str = "anchor"
     sliding_window_non_causal: bool = False
+    full_attention_causal: bool = False
     tie_word_embeddings: bool = False
 
     block_size: int = 7
@@ -100,8 +111,11 @@ class DSparkConfig(PreTrainedConfig):
     confidence_shifts: list[float] | None = None
     expected_acceptance: list[float] | None = None
     acceptance_persistence: float | None = None
+    embedding_scale: float | None = None
+    output_scale: float = 1.0
     final_logit_softcapping: float | None = None
     has_own_embeddings: bool = False
+    has_own_lm_head: bool | None = None
     num_anchors: int = 512
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -119,6 +133,8 @@ class DSparkConfig(PreTrainedConfig):
             self.target_hidden_size = self.hidden_size
         if self.draft_vocab_size is None:
             self.draft_vocab_size = self.vocab_size
+        if self.has_own_lm_head is None:
+            self.has_own_lm_head = self.has_own_embeddings
         if self.markov_head_type == "none" or not self.markov_rank:
             self.markov_head_type, self.markov_rank = "none", 0
         if not self.enable_confidence_head or not self.markov_rank:
@@ -154,6 +170,17 @@ class DSparkConfig(PreTrainedConfig):
             self.sliding_window_origin in ("anchor", "query"),
             f"sliding_window_origin must be 'anchor' or 'query', got {self.sliding_window_origin!r}.",
         )
+        require(
+            self.layer_form in LAYER_FORMS,
+            f"layer_form must be one of {', '.join(LAYER_FORMS)}, got {self.layer_form!r}.",
+        )
+        require(
+            self.layer_form == "gemma4" or not self.attention_k_eq_v,
+            f"attention_k_eq_v is for layer_form 'gemma4', got {self.layer_form!r}.",
+        )
+        for name in ("embedding_scale", "output_scale", "final_logit_softcapping"):
+            value = getattr(self, name)
+            require(value is None or value > 0.0, f"{name} must be above 0, got {value}.")
         require(self.num_draft_tokens >= 1, f"block_size {self.block_size} leaves no token to draft.")
         require(
             self.min_block_size is None or 1 <= self.min_block_size <= self.block_size,
@@ -212,14 +239,18 @@ class DSparkConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
-        """As in transformers, and it also takes the configs of the other packagings (DeepSpec)."""
+        """As in transformers, and it also takes the configs of the other packagings (`packagings_dspark`)."""
         return super().from_dict(to_dspark_dict(config_dict), **kwargs)
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs: Any):
-        """As in transformers, with other packagings already translated (so that their `model_type` raises no warning)."""
+        """As in transformers, with other packagings already translated (so that their `model_type` raises no warning).
+
+        `weight_shapes` (by name), where they are known, settle what such a config leaves open.
+        """
+        shapes = kwargs.pop("weight_shapes", None)
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        return to_dspark_dict(config_dict), kwargs
+        return to_dspark_dict(config_dict, shapes), kwargs
 
 
 __all__ = ["DSparkConfig"]

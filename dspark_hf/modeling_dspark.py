@@ -1,7 +1,8 @@
 """`DSparkDraftModel`: context features, the parallel stage, and the sequential draft loop (paper §3.1).
 
-Owns: the drafter's weights and its own K/V of the committed tokens. Does not own: the target, accepting drafts, training
-data. Embedding and LM head are the target's (`bind_target`) unless the checkpoint brings its own.
+Owns: the drafter's weights and its own K/V of the committed tokens. Does not own: its files (`pretrained_dspark`), the
+target, accepting drafts, training data. Embedding and LM head are the target's (`bind_target`) unless the checkpoint brings
+its own.
 Axes: B sequences, S new context tokens, C context tokens so far, γ drafted tokens, d hidden size, m tapped layers,
 V target vocabulary, V_d draft vocabulary (= V unless reduced), A training anchors.
 This file travels with a checkpoint (`auto_map`), so it imports only its neighbours `*_dspark.py`.
@@ -9,24 +10,26 @@ This file travels with a checkpoint (`auto_map`), so it imports only its neighbo
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
+from torch.nn import functional as F
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.utils import ModelOutput, logging
 
-from .backbone_dspark import DSparkLayer, RMSNorm, block_mask
+from .backbone_dspark import DSparkLayer, RMSNorm, block_mask, sees_everything
 from .configuration_dspark import DSparkConfig
 from .drafting_dspark import Admission, DraftBlock, SequentialLoop, scores_dtype
+from .gemma4_dspark import Gemma4Layer
 from .heads_dspark import ConfidenceHead, make_markov_head
+from .pretrained_dspark import DSparkPreTrainedModel
 
+_LAYERS = {"qwen3": DSparkLayer, "gemma4": Gemma4Layer}
 logger = logging.get_logger(__name__)
 
 
@@ -44,20 +47,6 @@ class DSparkDraftOutput(ModelOutput):
     cache: Cache | None = None
 
 
-class DSparkPreTrainedModel(PreTrainedModel):
-    config_class = DSparkConfig
-    base_model_prefix = ""
-    _supports_sdpa = True
-    _supports_flash_attn = False
-    _no_split_modules = ["DSparkLayer"]
-
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        # A Markov head that starts at zero bias leaves the base logits as they are.
-        if module is getattr(self, "markov_head", None):
-            nn.init.zeros_(module.markov_w2.weight)
-
-
 class DSparkDraftModel(DSparkPreTrainedModel):
     """A DSpark drafter. Use it as `target.generate(..., assistant_model=drafter)` after `import dspark_hf`."""
 
@@ -65,7 +54,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         super().__init__(config)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(DSparkLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(_LAYERS[config.layer_form](config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.markov_head = make_markov_head(
@@ -83,6 +72,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self.lm_head: nn.Linear | None = None
         if config.has_own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.has_own_lm_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         # int64 offsets, the field's form: target id = draft id + d2t[draft id]
         offsets = torch.zeros(config.draft_vocab_size, dtype=torch.long) if config.has_reduced_vocab else None
@@ -99,52 +89,6 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self.generation_config = GenerationConfig(
             num_assistant_tokens=config.num_draft_tokens, assistant_confidence_threshold=0.0
         )
-
-    # -- files -------------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args: Any, **kwargs: Any):
-        """As in transformers; safetensors only, reads DeepSpec's packaging too, refuses a checkpoint that lacks weights.
-
-        Raises:
-            OSError: nothing to read there, or the weights' file is damaged.
-            ValueError: no DSpark drafter, or weights are missing.
-        """
-        wants_info = kwargs.pop("output_loading_info", False)
-        kwargs["use_safetensors"] = True
-        try:
-            model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-            )
-        except SafetensorError as error:
-            raise OSError(
-                f"The weights of {pretrained_model_name_or_path} can't be read ({error}). The file is damaged or not "
-                "whole: download or copy it again."
-            ) from None
-        missing = set(info["missing_keys"])
-        # MiniCPM5's form of DeepSpec's packaging leaves these two to the target.
-        for key, part in (("embed_tokens.weight", "embed_tokens"), ("lm_head.weight", "lm_head")):
-            if key in missing:
-                missing.discard(key)
-                setattr(model, part, None)
-        if missing:
-            raise ValueError(
-                f"{pretrained_model_name_or_path} lacks weights of a DSpark drafter: {', '.join(sorted(missing))}."
-            )
-        hub = {
-            k: kwargs[k]
-            for k in ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-            if k in kwargs
-        }
-        with contextlib.suppress(OSError):  # other packagings have none; the defaults stand
-            stored = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
-            model.generation_config.update(**stored.to_diff_dict())
-        return (model, info) if wants_info else model
-
-    def save_pretrained(self, save_directory, *args: Any, **kwargs: Any) -> None:
-        """As in transformers, and the generation config (`num_assistant_tokens`, `assistant_confidence_threshold`) too."""
-        super().save_pretrained(save_directory, *args, **kwargs)
-        self.generation_config.save_pretrained(save_directory)
 
     # -- the target's parts ------------------------------------------------------------------------------------------
 
@@ -193,12 +137,14 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             raise ValueError(f"{type(target).__name__} has no input or output embeddings to share with the drafter.")
         if self.embed_tokens is not None and _same_weight(self.embed_tokens, embedding):
             self.embed_tokens = None
-        if self.lm_head is not None and not self.config.has_reduced_vocab and _same_weight(self.lm_head, head):
+        if self.config.has_reduced_vocab:
+            head = self._reduced_head(head)
+        if self.lm_head is not None and _same_weight(self.lm_head, head):
             self.lm_head = None
         if self.embed_tokens is not None or self.lm_head is not None:
             logger.warning_once("The drafter's own embedding or LM head differs from the target's and is kept.")
         self._target_embedding = [embedding]
-        self._target_head = [self._reduced_head(head) if self.config.has_reduced_vocab else head]
+        self._target_head = [head]
 
     def _reduced_head(self, head: nn.Module) -> nn.Linear:
         """The rows of the target's LM head for the draft vocabulary."""
@@ -221,7 +167,10 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             raise ValueError(
                 "The drafter has no embedding yet: call `drafter.bind_target(target)` or pass `noise_embeds`."
             )
-        return table(input_ids.to(table.weight.device)).to(self.device, self.dtype)
+        ids, scale = input_ids.to(table.weight.device), self.config.embedding_scale
+        if scale is None:
+            return table(ids).to(self.device, self.dtype)
+        return F.embedding(ids, table.weight).to(self.device, self.dtype) * scale
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Base logits U of hidden states. [..., d] -> [..., V_d]"""
@@ -231,6 +180,8 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         weight = head.weight
         logits = head(hidden_states.to(weight.device, weight.dtype if weight.is_floating_point() else None))
         logits = logits.to(self.device)
+        if self.config.output_scale != 1.0:
+            logits = logits * self.config.output_scale
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -321,15 +272,14 @@ class DSparkDraftModel(DSparkPreTrainedModel):
     ) -> dict[str, torch.Tensor | None]:
         """Bool masks [B, 1, block, C + block] by layer type, `None` where everything is seen."""
         padding = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
-        if "sliding_attention" not in self.config.layer_types:
-            return {"full_attention": padding}
-        # Context tokens are the ones right before the block.
-        context = torch.arange(-num_context, 0, device=block_positions.device) + block_positions[:, :1]
-        sliding = block_mask(self.config, context, block_positions, block_positions[:, :1])
-        return {
-            "full_attention": padding,
-            "sliding_attention": sliding[:, None] if padding is None else sliding[:, None] & padding,
-        }
+        masks: dict[str, torch.Tensor | None] = dict.fromkeys(self.config.layer_types, padding)
+        for kind in masks:
+            if not sees_everything(self.config, kind):
+                # Context tokens are the ones right before the block.
+                context = torch.arange(-num_context, 0, device=block_positions.device) + block_positions[:, :1]
+                seen = block_mask(self.config, kind, context, block_positions, block_positions[:, :1])[:, None]
+                masks[kind] = seen if padding is None else seen & padding
+        return masks
 
     # -- sequential stage --------------------------------------------------------------------------------------------
 

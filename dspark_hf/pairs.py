@@ -106,12 +106,8 @@ def _convert_gguf(file: Path, destination: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def load_target(name: str = DEFAULT_TARGET, device: str | None = None, dtype: str = "auto") -> Target:
-    """Load a causal LM and its tokenizer.
-
-    `device`: "cpu", "cuda", ...; an accelerator where there is one. `dtype`: "auto" is the checkpoint's own, but float32
-    for the default target on a CPU.
-    """
+def load_model(name: str = DEFAULT_TARGET, device: str | None = None, dtype: str = "auto") -> PreTrainedModel:
+    """Load a causal LM alone; arguments as in `load_target`."""
     source = resolve_target(name)
     where = _where(source, "target")
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -122,10 +118,19 @@ def load_target(name: str = DEFAULT_TARGET, device: str | None = None, dtype: st
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted, **where)
     try:
-        model = model.to(place)
+        return model.to(place).eval()
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"The target can't be put on device {place!r}: {error}") from None
-    return Target(name, model.eval(), AutoTokenizer.from_pretrained(source, **where))
+
+
+def load_target(name: str = DEFAULT_TARGET, device: str | None = None, dtype: str = "auto") -> Target:
+    """Load a causal LM and its tokenizer.
+
+    `device`: "cpu", "cuda", ...; an accelerator where there is one. `dtype`: "auto" is the checkpoint's own, but float32
+    for the default target on a CPU.
+    """
+    model, source = load_model(name, device, dtype), resolve_target(name)
+    return Target(name, model, AutoTokenizer.from_pretrained(source, **_where(source, "target")))
 
 
 def drafter_folder(name: str) -> str:
@@ -141,14 +146,19 @@ def drafter_folder(name: str) -> str:
     return str(folder)
 
 
-def load_drafter(name: str = DEFAULT_DRAFTER, target: PreTrainedModel | None = None) -> DSparkDraftModel:
-    """Load a drafter and, where the target is given, put it on its device in its dtype and check that they fit."""
+def load_drafter(
+    name: str = DEFAULT_DRAFTER, target: PreTrainedModel | None = None, dtype: torch.dtype | str = torch.float32
+) -> DSparkDraftModel:
+    """Load a drafter and, where the target is given, put it on its device in its dtype and check that they fit.
+
+    Without a target it has `dtype`; "auto" is the checkpoint's own.
+    """
     from .decoding.hook import check_pair
 
     source = drafter_folder(name)
     where = _where(source, "drafter")
-    dtype = torch.float32 if target is None else target.dtype
-    drafter = DSparkDraftModel.from_pretrained(source, dtype=dtype, **where).eval()
+    wanted = dtype if target is None else target.dtype
+    drafter = DSparkDraftModel.from_pretrained(source, dtype=wanted, **where).eval()
     if target is not None:
         drafter = drafter.to(target.device)
         check_pair(target, drafter)

@@ -24,7 +24,12 @@ from dspark_hf import DSparkConfig, DSparkDraftModel
 
 SHARED = Path(os.environ.get("DSPARK_SHARED", Path(__file__).parents[2] / "shared"))
 GOLDEN = SHARED / "golden"
+GOLDEN_PACKAGINGS = SHARED / "golden_packagings"
 needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"golden data is not at {GOLDEN}")
+
+needs_packagings = pytest.mark.skipif(
+    not (GOLDEN_PACKAGINGS.is_dir() and GOLDEN.is_dir()), reason=f"golden data is not at {GOLDEN_PACKAGINGS}"
+)
 
 _COMMON = {
     "hidden_size": 32,

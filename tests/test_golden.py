@@ -16,14 +16,22 @@ from dspark_hf.training.losses import LossWeights
 from dspark_hf.training.step import Batch, DraftTrainingStep
 
 pytestmark = needs_golden
-DRAFTERS = ["qwen3_vanilla", "qwen3_gated", "qwen3_rnn", "qwen3_nomarkov"]
+DRAFTERS = [
+    "qwen3_vanilla",
+    "qwen3_gated",
+    "qwen3_rnn",
+    "qwen3_nomarkov",
+    "dflash_qwen3",
+    "gemma4",
+    "gemma4_separate_v",
+]
 
 
 def load(name: str) -> DSparkDraftModel:
     return DSparkDraftModel.from_pretrained(GOLDEN / f"deepspec_{name}")
 
 
-@pytest.mark.parametrize("name", [*DRAFTERS, "dflash_qwen3"])
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_two_rounds_of_inference(name):
     golden = load_file(GOLDEN / f"deepspec_{name}" / "golden.safetensors")
     drafter, cache, draft_cache = load(name), None, None
@@ -47,7 +55,7 @@ def test_two_rounds_of_inference(name):
         assert int(block.num_admitted) == block.token_ids.shape[1]
 
 
-@pytest.mark.parametrize("name", [*DRAFTERS, "dflash_qwen3"])
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_training_losses_and_gradients(name):
     golden = load_file(GOLDEN / f"deepspec_{name}" / "golden.safetensors")
     scalars = json.loads((GOLDEN / f"deepspec_{name}" / "golden.json").read_text())["train"]
@@ -59,7 +67,7 @@ def test_training_losses_and_gradients(name):
     anchors, keep = draw_anchors(train["loss_mask"], 8)
     assert torch.equal(anchors, train["anchor_positions"])
     assert torch.equal(keep, train["block_keep_mask"].bool())
-    log_norm = drafter.lm_head(train["target_last_hidden_states"]).logsumexp(-1).detach()
+    log_norm = drafter.compute_logits(train["target_last_hidden_states"]).logsumexp(-1).detach()
     batch = Batch(
         train["input_ids"],
         train["loss_mask"],
@@ -98,23 +106,24 @@ def e2e_runs():
     if not GOLDEN.is_dir():
         return []
     runs = json.loads((GOLDEN / "e2e.json").read_text())["runs"]
-    return [r for r in runs if "eagle3" not in r["drafter"] and "gemma4" not in r["drafter"]]
+    return [r for r in runs if "eagle3" not in r["drafter"]]
 
 
 @pytest.fixture(scope="module")
-def golden_target():
-    return AutoModelForCausalLM.from_pretrained(GOLDEN / "target_qwen3", dtype=torch.float32)
+def golden_targets():
+    names = ("target_qwen3", "target_gemma4")
+    return {name: AutoModelForCausalLM.from_pretrained(GOLDEN / name, dtype=torch.float32).eval() for name in names}
 
 
 @pytest.mark.parametrize(
     "run", e2e_runs(), ids=lambda r: f"{r['drafter']}-{r['confidence_threshold']}-{r['prompt_index']}"
 )
-def test_decoding_loop(run, golden_target):
-    prompts = json.loads((GOLDEN / "e2e.json").read_text())["targets"]["target_qwen3"]
+def test_decoding_loop(run, golden_targets):
+    prompts = json.loads((GOLDEN / "e2e.json").read_text())["targets"][run["target"]]
     drafter = DSparkDraftModel.from_pretrained(GOLDEN / run["drafter"])
     drafter.generation_config.assistant_confidence_threshold = run["confidence_threshold"] or 0.0
     ids = torch.tensor([prompts[run["prompt_index"]]["prompt_ids"]])
-    output = golden_target.generate(
+    output = golden_targets[run["target"]].generate(
         ids,
         assistant_model=drafter,
         max_new_tokens=40,

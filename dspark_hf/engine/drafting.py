@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import LogitsProcessorList
 
-from ..backbone_dspark import block_mask
+from ..backbone_dspark import block_mask, sees_everything
 from ..decoding import sampling
 from ..drafting_dspark import are_value_only, calibrated_confidences, scores_dtype
 from ..modeling_dspark import DSparkDraftModel
@@ -214,11 +214,11 @@ def _mask(config, kind: str, group: Group) -> torch.Tensor | None:
     """What the rows of each block see: [count, Q, C], bool; its context, and itself as the layer's kind allows."""
     lengths, keys, width = group.length_column, group.key_places(), group.width
     rows = torch.tensor(group.rows, device=group.device)[:, None, None]
-    if kind == "full_attention":
+    if sees_everything(config, kind):
         return None if group.count == 1 else (keys < lengths + rows).expand(-1, width, -1)
     block = lengths[:, 0] + torch.arange(width, device=group.device)  # [count, Q] positions
     places = keys[0].expand(group.count, -1)
-    seen = block_mask(config, places, block, lengths[:, 0])  # [count, Q, C + Q]
+    seen = block_mask(config, kind, places, block, lengths[:, 0])  # [count, Q, C + Q]
     context, within = seen[..., : group.columns] & (keys < lengths), seen[..., group.columns :]
     # Row q of a block is its key number `lengths + q`; rows that a narrower block has not are seen by nobody.
     where = keys - lengths  # [count, 1, C]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..backbone_dspark import block_mask
+from ..backbone_dspark import block_mask, sees_everything
 from ..configuration_dspark import DSparkConfig
 
 
@@ -94,10 +94,12 @@ def _masks(config, anchors, keep, positions, length) -> dict[str, torch.Tensor]:
     sees_context = (context[None, None, :] < row_anchor[:, :, None]) & row_keep[:, :, None]
     sees_block = (block_of[:, None] == block_of[None, :])[None] & row_keep[:, :, None]
     full = torch.cat([sees_context, sees_block], dim=-1)
-    masks = {"full_attention": full[:, None]}
-    if "sliding_attention" in config.layer_types:
-        window = block_mask(config, context.expand(batch, -1), positions.flatten(1), row_anchor)
-        masks["sliding_attention"] = (full & window)[:, None]
+    masks = {}
+    for kind in {"full_attention", *config.layer_types}:
+        masks[kind] = full[:, None]
+        if not sees_everything(config, kind):
+            seen = block_mask(config, kind, context.expand(batch, -1), positions.flatten(1), row_anchor)
+            masks[kind] = (full & seen)[:, None]
     return masks
 
 

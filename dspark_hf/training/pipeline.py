@@ -271,7 +271,8 @@ def run_training(target: Target, options: TrainOptions, say=print) -> TrainRepor
 _SHAPE = "vocab_size draft_vocab_size hidden_size target_hidden_size intermediate_size num_hidden_layers head_dim"
 _HEADS = "num_attention_heads num_key_value_heads markov_head_type markov_rank enable_confidence_head"
 _MEANING = "confidence_head_with_markov rope_parameters layer_types sample_from_anchor target_layer_ids mask_token_id"
-_SAME_FOR_INIT = f"{_SHAPE} {_HEADS} {_MEANING} block_size has_own_embeddings".split()
+_FAMILY = "layer_form full_attention_causal embedding_scale output_scale"
+_SAME_FOR_INIT = f"{_SHAPE} {_HEADS} {_MEANING} {_FAMILY} block_size has_own_embeddings has_own_lm_head".split()
 
 
 def load_earlier(config: DSparkConfig, folder: Path) -> DSparkDraftModel:

@@ -1,0 +1,324 @@
+"""Writing a drafter in the forms that other programs read.
+
+Owns: the configs and tensors of DeepSpec's and speculators' forms, what each can't express, a folder that is whole or not
+there. Does not own: reading them (`packagings_dspark`), our own form (`pretrained_dspark`).
+Axes: V target vocabulary, V_d draft vocabulary, d hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from .configuration_dspark import CALIBRATION_FIELDS, DSparkConfig
+from .modeling_dspark import DSparkDraftModel
+from .pairs import load_drafter, load_model
+
+FORMS = ("dspark", "deepspec", "speculators")
+_SPECULATORS_VERSION = "0.9.0"
+_TARGETS_PARTS = ("embed_tokens.weight", "lm_head.weight")
+_SHAPE_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "attention_bias",
+    "attention_dropout",
+    "layer_types",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A form's files: config.json and the tensors of model.safetensors; `lost` says what it has no place for."""
+
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    lost: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was written where.
+
+    num_draft_tokens: γ, what an engine is told to draft a round. num_parameters: of the drafter, without what it shares with
+    the target. lost: what the form has no place for.
+    """
+
+    folder: str
+    form: str
+    target: str | None
+    num_draft_tokens: int
+    num_parameters: int
+    lost: list[str]
+
+
+def convert(source: str, destination: Path, form: str, target_name: str | None = None) -> Conversion:
+    """Read the drafter `source` and write it to the new folder `destination` in another form, as a whole or not at all.
+
+    Raises:
+        OSError: the destination is in use, the source can't be read, or the form needs the target's weights.
+        ValueError: an unknown form, or one in which this drafter would draft otherwise.
+    """
+    if form not in FORMS:
+        raise ValueError(f"--to must be one of {', '.join(FORMS)}, got {form!r}.")
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise OSError(f"{destination} exists and is not an empty folder. Give a new one.")
+    drafter = load_drafter(source, dtype="auto")
+    target = None if target_name is None else load_model(target_name, "cpu")
+    if target is not None:
+        drafter.bind_target(target)
+    name = target_name or drafter.config.target_model_name_or_path
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f"{destination.name}-", suffix=".tmp", dir=destination.parent))
+    try:
+        lost: list[str] = []
+        if form == "dspark":
+            drafter.config.target_model_name_or_path = name
+            drafter.save_pretrained(temporary)
+        else:
+            written = to_deepspec(drafter, target) if form == "deepspec" else to_speculators(drafter, target, name)
+            lost = written.lost
+            # Cloned, because a tied target gives the same memory as embedding and LM head.
+            tensors = {key: tensor.detach().cpu().clone().contiguous() for key, tensor in written.tensors.items()}
+            save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+            text = json.dumps(written.config, indent=2, sort_keys=True)
+            (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
+        for file in temporary.iterdir():
+            file.chmod(0o644)
+        temporary.chmod(0o755)
+        os.replace(temporary, destination)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    count = sum(p.numel() for p in drafter.parameters())
+    return Conversion(str(destination), form, name, drafter.config.num_draft_tokens, count, lost)
+
+
+def to_deepspec(drafter: DSparkDraftModel, target: PreTrainedModel | None) -> Written:
+    """DeepSpec's form: the target's kind of config with the drafter's keys, and copies of embedding and LM head.
+
+    Scales of embedding and logits are multiplied into the copies.
+
+    Raises:
+        OSError: embedding or LM head are neither in the drafter nor given by a target.
+        ValueError: the form can't express this drafter.
+    """
+    config = drafter.config
+    is_gemma = config.layer_form == "gemma4"
+    _refuse(
+        "deepspec",
+        {
+            "the fill-in layout (sample_from_anchor false)": not config.sample_from_anchor,
+            "sliding layers": "sliding_attention" in config.layer_types,
+            "full layers that are causal in the block": config.full_attention_causal,
+            "a reduced draft vocabulary": config.has_reduced_vocab,
+            "tapped layers of another width than the drafter's": config.target_hidden_size != config.hidden_size,
+            "a soft cap of the logits without Gemma 4 layers": config.final_logit_softcapping is not None
+            and not is_gemma,
+            "a target whose LM head has a bias": drafter.lm_head is None and _has_bias(target),
+            "Gemma 4 layers with a scale on the logits": is_gemma and config.output_scale != 1.0,
+        },
+    )
+    tensors = {k: v for k, v in drafter.state_dict().items() if k not in _TARGETS_PARTS}
+    scale = _embedding_scale(drafter, target) / (config.hidden_size**0.5 if is_gemma else 1.0)
+    tensors["embed_tokens.weight"] = _scaled(_rows(drafter.embed_tokens, target, "embedding"), scale).to(drafter.dtype)
+    tensors["lm_head.weight"] = _scaled(_rows(drafter.lm_head, target, "LM head"), config.output_scale).to(
+        drafter.dtype
+    )
+    written = {key: getattr(config, key) for key in _SHAPE_KEYS}
+    written |= {
+        "architectures": ["Gemma4DSparkModel" if is_gemma else "Qwen3DSparkModel"],
+        "model_type": "gemma4_text" if is_gemma else "qwen3",
+        "dtype": _dtype_name(drafter),
+        "tie_word_embeddings": False,
+        "num_target_layers": config.num_target_layers or _depth(target),
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": config.target_layer_ids,
+        "num_anchors": config.num_anchors,
+        "markov_rank": config.markov_rank,
+        "enable_confidence_head": config.enable_confidence_head,
+    }
+    if is_gemma:
+        written |= {
+            "attention_k_eq_v": config.attention_k_eq_v,
+            "global_head_dim": config.head_dim,
+            "num_global_key_value_heads": config.num_key_value_heads if config.attention_k_eq_v else None,
+            "hidden_activation": config.hidden_act,
+            "final_logit_softcapping": config.final_logit_softcapping,
+            "rope_parameters": {"full_attention": config.rope_parameters},
+        }
+    else:
+        written |= {"hidden_act": config.hidden_act, "rope_parameters": config.rope_parameters}
+    if config.markov_rank:
+        written["markov_head_type"] = config.markov_head_type
+    if config.enable_confidence_head:
+        written["confidence_head_with_markov"] = config.confidence_head_with_markov
+    return Written(written, tensors, _lost(drafter))
+
+
+def to_speculators(drafter: DSparkDraftModel, target: PreTrainedModel | None, target_name: str | None) -> Written:
+    """speculators' form: nested layer config, ids one higher, no embedding, an LM head only for a reduced vocabulary.
+
+    Raises:
+        OSError: the target's name is not known, or the rows of its LM head are needed and not there.
+        ValueError: the form can't express this drafter.
+    """
+    config, reduced = drafter.config, drafter.config.has_reduced_vocab
+    sliding = "sliding_attention" in config.layer_types
+    if target_name is None:
+        raise OSError("speculators' form names its target, and this drafter's config does not. Give --target.")
+    _refuse(
+        "speculators",
+        {
+            "Gemma 4 layers": config.layer_form != "qwen3",
+            "a sliding window counted from each query": sliding and config.sliding_window_origin == "query",
+            "full layers that are causal in the block": config.full_attention_causal,
+            "tapped layers of another width than the drafter's": config.target_hidden_size != config.hidden_size,
+            "a scaled embedding": _embedding_scale(drafter, target) != 1.0,
+            "a target whose LM head has a bias": drafter.lm_head is None and _has_bias(target),
+            "a soft cap of the logits": config.final_logit_softcapping is not None,
+            "a scale on the logits of the whole vocabulary": config.output_scale != 1.0 and not reduced,
+            "an embedding of its own, other than the target's": target is not None and drafter.embed_tokens is not None,
+            "an LM head of its own, other than the target's": target is not None
+            and drafter.lm_head is not None
+            and not reduced,
+        },
+    )
+    lost = _lost(drafter)
+    if drafter.embed_tokens is not None or (drafter.lm_head is not None and not reduced):
+        lost.append("its copies of embedding and LM head: the target's are used, which --target would have compared")
+    tensors = {k: v for k, v in drafter.state_dict().items() if k not in _TARGETS_PARTS}
+    if reduced:
+        ids = drafter.draft_token_ids()
+        rows = drafter.lm_head.weight if drafter.lm_head is not None else _rows(None, target, "LM head")[ids]
+        tensors["lm_head.weight"] = _scaled(rows, config.output_scale).to(drafter.dtype)
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
+        tensors["t2d"][ids] = True
+    is_dflash = not config.sample_from_anchor and not config.markov_rank and not config.enable_confidence_head
+    algorithm = "dflash" if is_dflash else "dspark"
+    layers = {key: getattr(config, key) for key in _SHAPE_KEYS}
+    layers |= {
+        "model_type": "qwen3",
+        "hidden_act": config.hidden_act,
+        "rope_parameters": config.rope_parameters,
+        "sliding_window": config.sliding_window if sliding else None,
+        "use_sliding_window": sliding,
+        "tie_word_embeddings": False,
+    }
+    proposal = {
+        "accept_tolerance": 0.0,
+        "proposal_type": "greedy",
+        "speculative_tokens": config.num_draft_tokens,
+        "verifier_accept_k": 1,
+    }
+    verifier = {"name_or_path": target_name, "architectures": [] if target is None else [type(target).__name__]}
+    written: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel" if is_dflash else "DSparkDraftModel"],
+        "speculators_model_type": algorithm,
+        "speculators_version": _SPECULATORS_VERSION,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+        "transformer_layer_config": layers,
+        "aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids],
+        "block_size": config.block_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "dtype": _dtype_name(drafter),
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.sample_from_anchor,
+        "sliding_window_non_causal": config.sliding_window_non_causal,
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+    }
+    if not is_dflash:
+        written |= {
+            "markov_rank": config.markov_rank,
+            "markov_head_type": config.markov_head_type if config.markov_rank else "vanilla",
+            "enable_confidence_head": config.enable_confidence_head,
+            "confidence_head_with_markov": config.confidence_head_with_markov,
+        }
+    return Written(written, tensors, lost)
+
+
+def _refuse(form: str, inexpressible: dict[str, bool]) -> None:
+    """Raise where the form would make another draft of this drafter."""
+    if found := [what for what, holds in inexpressible.items() if holds]:
+        raise ValueError(
+            f"This drafter has {' and '.join(found)}, which the {form} form can't express, so it is not written."
+        )
+
+
+def _lost(drafter: DSparkDraftModel) -> list[str]:
+    """What neither of the other forms has a place for; the whole block's draft does not depend on it."""
+    config: DSparkConfig = drafter.config
+    lost = []
+    if any(getattr(config, name) is not None for name in CALIBRATION_FIELDS):
+        lost.append("the calibration of the confidences")
+    if config.min_block_size is not None:
+        lost.append(f"min_block_size {config.min_block_size}: whole blocks of {config.block_size} are run always")
+    chosen = drafter.generation_config
+    if chosen.num_assistant_tokens not in (None, config.num_draft_tokens):
+        lost.append(f"the cap of {chosen.num_assistant_tokens} drafted tokens a round")
+    if chosen.assistant_confidence_threshold:
+        lost.append(f"the confidence threshold {chosen.assistant_confidence_threshold}")
+    return lost
+
+
+def _embedding_scale(drafter: DSparkDraftModel, target: PreTrainedModel | None) -> float:
+    """What the rows of the table that would be written are multiplied by."""
+    if drafter.config.embedding_scale is not None:
+        return drafter.config.embedding_scale
+    if drafter.embed_tokens is not None or target is None:
+        return 1.0
+    return float(getattr(target.get_input_embeddings(), "scalar_embed_scale", 1.0))  # Gemma's module scales by itself
+
+
+def _has_bias(target: PreTrainedModel | None) -> bool:
+    return target is not None and getattr(target.get_output_embeddings(), "bias", None) is not None
+
+
+def _rows(own: nn.Module | None, target: PreTrainedModel | None, what: str) -> torch.Tensor:
+    """The drafter's own embedding or LM head, else the target's. [V, d]"""
+    if own is not None:
+        return own.weight
+    if target is None:
+        raise OSError(f"This form holds the {what}, and the drafter has none of its own. Give --target.")
+    module = target.get_input_embeddings() if what == "embedding" else target.get_output_embeddings()
+    if not module.weight.is_floating_point():
+        raise ValueError(f"The target's {what} is quantised; give --target the model without quantisation.")
+    return module.weight
+
+
+def _scaled(rows: torch.Tensor, scale: float) -> torch.Tensor:
+    return rows if scale == 1.0 else rows * scale
+
+
+def _depth(target: PreTrainedModel | None) -> int | None:
+    return None if target is None else target.config.get_text_config().num_hidden_layers
+
+
+def _dtype_name(drafter: DSparkDraftModel) -> str:
+    return str(drafter.dtype).removeprefix("torch.")

@@ -1,0 +1,127 @@
+"""Drafters in files: what `from_pretrained` and `save_pretrained` add to transformers'.
+
+Owns: looking at a checkpoint's weights before its config is settled, errors for what is missing, damaged or of another
+architecture. Does not own: what configs mean (`packagings_dspark`), the model (`modeling_dspark`).
+This file travels with a checkpoint (`auto_map`), so it imports only its neighbours `*_dspark.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
+
+from .configuration_dspark import DSparkConfig
+from .packagings_dspark import OLD_HEAD_PREFIX
+
+_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+
+
+def weight_files(name_or_path: Any, **hub: Any) -> list[str]:
+    """The safetensors files of a checkpoint, fetched where they must be; none where there are none."""
+    quiet: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    single = cached_file(name_or_path, SAFE_WEIGHTS_NAME, **quiet, **hub)
+    if single is not None:
+        return [single]
+    index = cached_file(name_or_path, SAFE_WEIGHTS_INDEX_NAME, **quiet, **hub)
+    return [] if index is None else get_checkpoint_shard_files(name_or_path, index, **hub)[0]
+
+
+def weight_shapes(files: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Shapes by name, from the files' headers alone."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return shapes
+
+
+class DSparkPreTrainedModel(PreTrainedModel):
+    config_class = DSparkConfig
+    base_model_prefix = ""
+    _supports_sdpa = True
+    _supports_flash_attn = False
+    _no_split_modules = ["DSparkLayer", "Gemma4Layer"]
+    # What only training reads, and the offsets of a draft vocabulary that is the whole one.
+    _keys_to_ignore_on_load_unexpected = [r"^t2d$", r"^d2t$", r"^verifier_(norm|lm_head)\.", r"rotary_emb\."]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        # A Markov head that starts at zero bias leaves the base logits as they are.
+        if module is getattr(self, "markov_head", None):
+            nn.init.zeros_(module.markov_w2.weight)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args: Any, config: Any = None, **kwargs: Any):
+        """As in transformers; safetensors only, reads the other packagings too, refuses a checkpoint that lacks weights.
+
+        Raises:
+            OSError: nothing to read there, or the weights' file is damaged.
+            ValueError: no DSpark drafter, one of a packaging or architecture that is not read, or weights are missing.
+        """
+        name = pretrained_model_name_or_path
+        wants_info = kwargs.pop("output_loading_info", False)
+        kwargs["use_safetensors"] = True
+        hub = {k: kwargs[k] for k in _HUB_OPTIONS if k in kwargs}
+        try:
+            files: list[str] = []
+            if not isinstance(config, PreTrainedConfig):
+                fields = {k: kwargs.pop(k) for k in list(kwargs) if k in cls.config_class.__annotations__}
+                source = name if config is None else config
+                # Once without the weights, so that other models are refused before theirs are fetched.
+                config = cls.config_class.from_pretrained(source, **fields, **hub)
+                files = weight_files(name, **hub)
+                shapes = weight_shapes(files) or None
+                config = cls.config_class.from_pretrained(source, weight_shapes=shapes, **fields, **hub)
+                if shapes and any(key.startswith(OLD_HEAD_PREFIX) for key in shapes):
+                    kwargs.setdefault("key_mapping", {f"^{OLD_HEAD_PREFIX}": ""})
+            model, info = super().from_pretrained(name, *args, config=config, output_loading_info=True, **kwargs)
+        except SafetensorError as error:
+            raise OSError(
+                f"The weights of {name} can't be read ({error}). The file is damaged or not whole: download or copy it again."
+            ) from None
+        model._check_weights(name, info, files)
+        with contextlib.suppress(OSError):  # other packagings have none; the defaults stand
+            stored = GenerationConfig.from_pretrained(name, **hub)
+            model.generation_config.update(**stored.to_diff_dict())
+        return (model, info) if wants_info else model
+
+    def _check_weights(self, name: Any, info: dict[str, Any], files: Sequence[str]) -> None:
+        """Leave embedding and LM head to the target where they are missing; refuse where anything else is, or is too much."""
+        missing = set(info["missing_keys"])
+        for key, part in (("embed_tokens.weight", "embed_tokens"), ("lm_head.weight", "lm_head")):
+            if key in missing:
+                missing.discard(key)
+                setattr(self, part, None)
+        if missing:
+            raise ValueError(f"{name} lacks weights of a DSpark drafter: {', '.join(sorted(missing))}.")
+        # A weight that nothing reads would change the draft: the layers are of another form than the config says.
+        parts = ("layers.", "markov_head.", "confidence_head.")
+        foreign = sorted(key for key in info["unexpected_keys"] if key.startswith(parts))
+        if foreign:
+            raise ValueError(
+                f"{name} holds weights that a drafter of this packaging does not have ({', '.join(foreign[:3])}, {len(foreign)} "
+                "in all): its layers or heads are of a form that is not read."
+            )
+        for file in files if not self.config.has_reduced_vocab else ():
+            with safe_open(file, "pt") as tensors:
+                if "d2t" in tensors.keys() and bool(tensors.get_tensor("d2t").any()):  # noqa: SIM118
+                    raise ValueError(
+                        f"{name} says that its draft vocabulary is the target's whole one, but its d2t maps tokens to others."
+                    )
+
+    def save_pretrained(self, save_directory, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, and the generation config (`num_assistant_tokens`, `assistant_confidence_threshold`) too."""
+        self.config.has_own_embeddings = self.embed_tokens is not None  # dropped where they were the target's
+        self.config.has_own_lm_head = self.lm_head is not None
+        super().save_pretrained(save_directory, *args, **kwargs)
+        self.generation_config.save_pretrained(save_directory)
+
+
+__all__ = ["DSparkPreTrainedModel"]
