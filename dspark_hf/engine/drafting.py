@@ -82,28 +82,25 @@ class BatchDrafter:
         rows = [r for r, n in enumerate(limits) if n]
         if not rows:
             return drafts
-        hidden = self._parallel_stage([drafts[r] for r in rows])  # [R, Q, d]
-        wanted = [(i, self._first + k) for i, r in enumerate(rows) for k in range(limits[r])]
-        picked = hidden[[i for i, _ in wanted], [q for _, q in wanted]]
-        base = self.drafter.compute_logits(picked)
+        hidden, places = self._parallel_stage([drafts[r] for r in rows])
+        base = self.drafter.compute_logits(hidden[[at + k for at, r in zip(places, rows) for k in range(limits[r])]])
         base = base.to(scores_dtype(base))
-        starts = [sum(limits[r] for r in rows[:i]) for i in range(len(rows))]
-        self._sequential_stage(drafts, rows, hidden, base, starts, policy)
+        self._sequential_stage(drafts, rows, hidden, places, base, policy)
         return drafts
 
-    def _parallel_stage(self, drafts: Sequence[RequestDraft]) -> torch.Tensor:
-        """Hidden states of all blocks. [R, Q, d]"""
+    def _parallel_stage(self, drafts: Sequence[RequestDraft]) -> tuple[torch.Tensor, list[int]]:
+        """Hidden states of all blocks, each as wide as its own limit asks: [rows, d], and where each one's predictions begin."""
         model, config = self.drafter, self.drafter.config
-        width = config.block_size
+        widths = [config.block_size] * len(drafts)
         if config.min_block_size is not None:
-            width = max(config.min_block_size, max(d.limit for d in drafts) + self._first)
+            widths = [max(config.min_block_size, d.limit + self._first) for d in drafts]
         slots = [d.request.draft_slot for d in drafts if d.request.draft_slot is not None]
-        for slot in slots:
+        for slot, width in zip(slots, widths):
             self.store.reserve(slot, slot.length + width)
-        layout = Layout(slots, [width] * len(slots), model.device)
-        order = layout.order
-        ids = torch.full((len(order), width), config.mask_token_id, device=model.device)
-        ids[:, 0] = torch.cat([drafts[i].request.text.input_ids[0, -1:] for i in order]).to(model.device)
+        layout = Layout(slots, widths, model.device)
+        ids = torch.full((layout.num_rows,), config.mask_token_id, device=model.device)
+        anchors = torch.cat([d.request.text.input_ids[0, -1:] for d in drafts])
+        ids[layout.starts] = anchors.to(model.device)
         masks = {kind: functools.partial(_mask, config, kind) for kind in config.layer_types}
 
         def attends(layer: int) -> Callable:
@@ -116,17 +113,17 @@ class BatchDrafter:
 
         positions = torch.tensor([layout.positions], device=model.device)
         contexts = [attends(layer) for layer in range(config.num_hidden_layers)]
-        hidden = model.run_layers(model.embed(ids.view(1, -1)), positions, contexts, {})[0]
-        hidden = hidden.view(len(order), width, -1)
-        return hidden[[order.index(i) for i in range(len(order))]]
+        hidden = model.run_layers(model.embed(ids[None]), positions, contexts, {})[0]
+        return hidden, [start + self._first for start in layout.starts]
 
-    def _sequential_stage(self, drafts, rows, hidden, base, starts, policy: BatchPolicy) -> None:
+    def _sequential_stage(self, drafts, rows, hidden, places, base, policy: BatchPolicy) -> None:
         model, head = self.drafter, self.drafter.markov_head
         device = model.device
         previous = torch.cat([drafts[r].request.text.input_ids[0, -1:] for r in rows]).to(device)
         state = None
         if self._first and head is not None:  # fill-in: slot 0 proposes nothing, but the recurrent state starts there
-            state = head.step(head.markov_w1(previous), hidden[:, 0], None)[1]
+            state = head.step(head.markov_w1(previous), hidden[[at - 1 for at in places]], None)[1]
+        starts = [sum(drafts[r].limit for r in rows[:i]) for i in range(len(rows))]
         alive = list(range(len(rows)))  # places in `rows` of those still drafting
         survival: list[list[float]] = [d.survival for d in drafts]
         for k in range(max(drafts[r].limit for r in rows)):
@@ -135,7 +132,7 @@ class BatchDrafter:
             alive = going
             if not alive:
                 return
-            states = hidden[alive, self._first + k]
+            states = hidden[[places[i] + k for i in alive]]
             latent = embedding = None
             if head is not None:
                 embedding = head.markov_w1(previous)
@@ -215,14 +212,15 @@ def _narrowed(values: torch.Tensor | None, rows: Sequence[int], kept: Sequence[i
 
 def _mask(config, kind: str, group: Group) -> torch.Tensor | None:
     """What the rows of each block see: [count, Q, C], bool; its context, and itself as the layer's kind allows."""
-    lengths, keys = group.length_column, group.key_places()
-    width = group.width
+    lengths, keys, width = group.length_column, group.key_places(), group.width
+    rows = torch.tensor(group.rows, device=group.device)[:, None, None]
     if kind == "full_attention":
-        return None if group.count == 1 else (keys < lengths + width).expand(-1, width, -1)
+        return None if group.count == 1 else (keys < lengths + rows).expand(-1, width, -1)
     block = lengths[:, 0] + torch.arange(width, device=group.device)  # [count, Q] positions
     places = keys[0].expand(group.count, -1)
     seen = block_mask(config, places, block, lengths[:, 0])  # [count, Q, C + Q]
     context, within = seen[..., : group.columns] & (keys < lengths), seen[..., group.columns :]
-    where = (lengths + torch.arange(width, device=group.device)).expand(-1, width, -1)
-    # An idle slot between two others has length 0; its block fits, since its rows are counted in the columns.
-    return context.scatter(2, where, within)
+    # Row q of a block is its key number `lengths + q`; rows that a narrower block has not are seen by nobody.
+    where = keys - lengths  # [count, 1, C]
+    inside = (where >= 0) & (where < rows)
+    return context | (within.gather(2, where.clamp(0, width - 1).expand(-1, width, -1)) & inside)

@@ -10,10 +10,11 @@ moment of the machine touches all alike.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from ..decoding.stats import synchronize
 from ..engine.engine import BatchEngine
 from ..engine.policies import for_many
 from ..engine.profiling import batch_rates_of
-from ..engine.sequence import RequestOutput
 from ..engine.stats import StepRecord
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
@@ -38,43 +38,25 @@ PADDED, PLAIN, DSPARK = "padded", "plain", "dspark"
 _FEWEST = 3  # prompts of a wave: one of each domain of ours
 
 
-@dataclass
-class MethodTotals:
-    """What one method did at one number of requests, all waves together.
+@dataclass(frozen=True)
+class Wave:
+    """One method's turn at one wave. texts: new tokens of each prompt. steps: those of the steady state, in which every place was
+    taken; none for `padded`."""
 
-    steps: those in which every place was taken, the steady state. identical: requests whose text was plain decoding's, of
-    compared ones; only told where decoding is greedy.
-    """
+    texts: list[list[int]]
+    seconds: float
+    steps: list[StepRecord]
 
-    tokens: int = 0
-    seconds: float = 0.0
-    steps: list[StepRecord] = field(default_factory=list)
-    identical: int = 0
-    compared: int = 0
+    @property
+    def rate(self) -> float:
+        """Tokens per second, reading the prompts and the emptying end included."""
+        return sum(map(len, self.texts)) / self.seconds
 
-    def figures(self, level: int) -> dict[str, Any]:
-        """As `--json` writes them; those of the steady state are `None` for a method without steps."""
-        result: dict[str, Any] = {"tokens_per_second": self.tokens / self.seconds}
+    @property
+    def steady_rate(self) -> float | None:
+        """Tokens per second of the steady state; `None` where there was none."""
         seconds = sum(s.seconds for s in self.steps)
-        if not seconds:
-            return result | dict.fromkeys(_STEADY)
-        turns = sum(s.decoding for s in self.steps)
-        rate = sum(s.committed for s in self.steps) / seconds
-        parts = {
-            "draft": sum(s.draft_seconds for s in self.steps),
-            "verify": sum(s.verify_seconds for s in self.steps),
-            "step": seconds,
-        }
-        steady = (
-            rate,
-            rate / level,
-            sum(s.committed for s in self.steps) / turns,
-            sum(s.verified for s in self.steps) / turns,
-            {name: 1e3 * spent / len(self.steps) for name, spent in parts.items()},
-            len(self.steps),
-            self.identical / self.compared if self.compared else None,
-        )
-        return result | dict(zip(_STEADY, steady, strict=True))
+        return sum(s.committed for s in self.steps) / seconds if seconds else None
 
 
 _STEADY = (
@@ -86,6 +68,39 @@ _STEADY = (
     "steps",
     "identical_share",
 )
+
+
+def _figures(waves: Sequence[Wave], plain: Sequence[Wave] | None, level: int) -> dict[str, Any]:
+    """As `--json` writes them: rates are medians over waves, times medians over steps; `None` for a method without steps.
+
+    plain: the same waves decoded plainly, where decoding is greedy.
+    """
+    result: dict[str, Any] = {"tokens_per_second": statistics.median(w.rate for w in waves)}
+    steady = [w.steady_rate for w in waves if w.steady_rate is not None]
+    if not steady:
+        return result | dict.fromkeys(_STEADY)
+    steps = [s for w in waves for s in w.steps]
+    turns = sum(s.decoding for s in steps)
+    rate = statistics.median(steady)
+    parts = {
+        "draft": statistics.median(s.draft_seconds for s in steps),
+        "verify": statistics.median(s.verify_seconds for s in steps),
+        "step": statistics.median(s.seconds for s in steps),
+    }
+    same = None
+    if plain is not None:
+        pairs = [pair for w, p in zip(waves, plain) for pair in zip(w.texts, p.texts)]
+        same = sum(a == b for a, b in pairs) / len(pairs)
+    values = (
+        rate,
+        rate / level,
+        sum(s.committed for s in steps) / turns,
+        sum(s.verified for s in steps) / turns,
+        {name: 1e3 * seconds for name, seconds in parts.items()},
+        len(steps),
+        same,
+    )
+    return result | dict(zip(_STEADY, values, strict=True))
 
 
 def run_concurrency(
@@ -108,25 +123,24 @@ def run_concurrency(
     batch_rates_of(model, drafter, max(levels))
     names = [PADDED, PLAIN, DSPARK, *(name for name in policies if name != OWN)]
     plan = [(level, sweep) for sweep in range(sweeps) for level in levels]
-    totals: dict[int, dict[str, MethodTotals]] = {level: defaultdict(MethodTotals) for level in levels}
+    waves: dict[int, dict[str, list[Wave]]] = {level: defaultdict(list) for level in levels}
     taken = dict.fromkeys(levels, 0)
     with tqdm(total=len(plan) * len(names), desc="bench", unit="wave", disable=None) as bar:
         for turn, (level, sweep) in enumerate(plan):
             size = max(2 * level, _FEWEST)
-            wave = [encoded[(taken[level] + i) % len(encoded)] for i in range(size)]
+            prompt_ids = [encoded[(taken[level] + i) % len(encoded)] for i in range(size)]
             taken[level] += size
             shift = turn % len(names)
-            texts: dict[str, list[list[int]]] = {}
             for name in names[shift:] + names[:shift]:
                 bar.set_postfix_str(f"{level} at once, {name}")
-                texts[name] = _run(name, model, drafter, wave, options, level, totals[level][name], sweep)
+                waves[level][name].append(_run(name, model, drafter, prompt_ids, options, level, sweep))
                 bar.update()
-            if options.temperature == 0:
-                for name in names[1:]:
-                    totals[level][name].compared += size
-                    totals[level][name].identical += sum(a == b for a, b in zip(texts[PLAIN], texts[name]))
-    figures = {level: {name: totals[level][name].figures(level) for name in names} for level in levels}
-    return {"levels": figures, "ratios": {level: _ratios(figures[level]) for level in levels}}
+    greedy = options.temperature == 0
+    figures = {
+        level: {name: _figures(of[name], of[PLAIN] if greedy else None, level) for name in names}
+        for level, of in waves.items()
+    }
+    return {"levels": figures, "ratios": {level: _ratios(waves[level]) for level in levels}}
 
 
 def _mixed(prompts: Sequence[Conversation], target: Target) -> list[list[int]]:
@@ -142,55 +156,39 @@ def _run(
     name: str,
     model: PreTrainedModel,
     drafter: DSparkDraftModel,
-    wave: Sequence[list[int]],
+    prompt_ids: Sequence[list[int]],
     options: DecodingOptions,
     level: int,
-    totals: MethodTotals,
     sweep: int,
-) -> list[list[int]]:
-    """Decode one wave with one method and add it up; returns the new tokens of each prompt."""
+) -> Wave:
+    """Decode one wave with one method."""
     if name == PADDED:
         start = time.perf_counter()
-        texts = [t for at in range(0, len(wave), level) for t in _padded(model, wave[at : at + level], options)]
-        totals.seconds += time.perf_counter() - start
-        totals.tokens += sum(map(len, texts))
-        return texts
-    return _with_layers(
-        name, model, drafter, lambda engine: _decode(engine, wave, options, level, totals, sweep), level
-    )
-
-
-def _with_layers(
-    name: str, model: PreTrainedModel, drafter: DSparkDraftModel, run: Callable[[BatchEngine], Any], level: int
-) -> Any:
+        batches = [prompt_ids[at : at + level] for at in range(0, len(prompt_ids), level)]
+        texts = [text for batch in batches for text in _padded(model, batch, options)]
+        return Wave(texts, time.perf_counter() - start, [])
     if name == PLAIN:
         with torch.no_grad(), tuned(model, drafter, [model]):
-            return run(BatchEngine(model, max_sequences=level))
+            return _decode(BatchEngine(model, max_sequences=level), prompt_ids, options, level, sweep)
     policy = None if name == DSPARK else for_many(make_policy(name, model, drafter))
-    return run(BatchEngine(model, drafter, max_sequences=level, policy=policy))
+    engine = BatchEngine(model, drafter, max_sequences=level, policy=policy)
+    return _decode(engine, prompt_ids, options, level, sweep)
 
 
 def _decode(
-    engine: BatchEngine,
-    wave: Sequence[list[int]],
-    options: DecodingOptions,
-    level: int,
-    totals: MethodTotals,
-    sweep: int,
-) -> list[list[int]]:
+    engine: BatchEngine, prompt_ids: Sequence[list[int]], options: DecodingOptions, level: int, sweep: int
+) -> Wave:
     settings = {"max_new_tokens": options.max_new_tokens} | sampling_settings(options)
     start = time.perf_counter()
-    for i, ids in enumerate(wave):
+    for i, ids in enumerate(prompt_ids):
         engine.add(ids, seed=options.seed + 1000 * sweep + i, **settings)
-    outputs: dict[int, RequestOutput] = {output.id: output for output in engine.run()}
-    totals.seconds += time.perf_counter() - start
+    outputs = {output.id: output for output in engine.run()}
+    seconds = time.perf_counter() - start
     for output in outputs.values():
         if output.error is not None:
             raise output.error
-    texts = [outputs[i].token_ids for i in sorted(outputs)]
-    totals.tokens += sum(map(len, texts))
-    totals.steps += [s for s in engine.stats.history if s.decoding == level and not s.reading]
-    return texts
+    steps = [s for s in engine.stats.history if s.decoding == level and not s.reading]
+    return Wave([outputs[i].token_ids for i in sorted(outputs)], seconds, steps)
 
 
 def _padded(model: PreTrainedModel, wave: Sequence[list[int]], options: DecodingOptions) -> list[list[int]]:
@@ -221,20 +219,27 @@ def _padded(model: PreTrainedModel, wave: Sequence[list[int]], options: Decoding
     return texts
 
 
-def _ratios(figures: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _ratios(waves: dict[str, list[Wave]]) -> dict[str, Any]:
     """The scheduler against plain batched decoding, the best static choice (plain included) and the padded batch.
 
-    In the steady state, but against the padded batch, which has none, by all tokens and seconds.
+    Medians over waves of the ratio within a wave: in the steady state, but against the padded batch, which has none, of
+    all tokens and seconds.
     """
-    steady = {n: f["steady_tokens_per_second"] for n, f in figures.items() if f["steady_tokens_per_second"] is not None}
-    static = {n: rate for n, rate in steady.items() if n == PLAIN or n.startswith("fixed:")}
-    if DSPARK not in steady or PLAIN not in steady:
+
+    def steady(name: str) -> float | None:
+        pairs = [(ours.steady_rate, other.steady_rate) for ours, other in zip(waves[DSPARK], waves[name])]
+        ratios = [a / b for a, b in pairs if a is not None and b is not None]
+        return statistics.median(ratios) if ratios else None
+
+    over = {name: r for name in waves if name == PLAIN or name.startswith("fixed:") if (r := steady(name)) is not None}
+    if PLAIN not in over:
         return {}
-    best = max(static, key=lambda name: static[name])
+    best = min(over, key=lambda name: over[name])
+    padded = [(d.rate / p.rate, e.rate / p.rate) for d, e, p in zip(waves[DSPARK], waves[PLAIN], waves[PADDED])]
     return {
-        "over_plain": steady[DSPARK] / steady[PLAIN],
+        "over_plain": over[PLAIN],
         "best_static": best,
-        "over_best_static": steady[DSPARK] / static[best],
-        "over_padded": figures[DSPARK]["tokens_per_second"] / figures[PADDED]["tokens_per_second"],
-        "plain_over_padded": figures[PLAIN]["tokens_per_second"] / figures[PADDED]["tokens_per_second"],
+        "over_best_static": over[best],
+        "over_padded": statistics.median(ours for ours, _ in padded),
+        "plain_over_padded": statistics.median(plain for _, plain in padded),
     }
