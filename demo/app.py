@@ -18,7 +18,8 @@ os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before the import: the page 
 import gradio as gr
 import render
 from figures import charts, rates_picture, rounds_picture
-from race import DSPARK, PLAIN, Limits, RaceOptions, RaceState, RaceTrack
+from race import RaceTrack
+from race_state import DSPARK, PLAIN, Limits, RaceOptions, RaceState
 
 from dspark_hf.decoding.profiling import step_rates_of
 from dspark_hf.evaluation.prompt_sets import first_of_each_domain, load_conversations
@@ -55,7 +56,7 @@ class Page:
         self._stops[request.session_hash] = threading.Event()
         return gr.Button(interactive=False), gr.Button(interactive=True), render.status(RaceState(order=())), "", ""
 
-    def run(self, *values, request: gr.Request) -> Iterator[tuple]:
+    def run(self, request: gr.Request, *values) -> Iterator[tuple]:
         """Updates of (status, plain pane, DSpark pane, verdict, charts, start button, stop button)."""
         stop = self._stops.setdefault(request.session_hash, threading.Event())
         buttons = gr.Button(interactive=True), gr.Button(interactive=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import html
 
-from race import ACCEPTED, BONUS, CORRECTION, DSPARK, OWN, PLAIN, RaceState, ShownToken, Side, Verdict
+from race_state import ACCEPTED, BONUS, CORRECTION, DSPARK, OWN, PLAIN, RaceState, ShownToken, Side, Verdict
 
 POSITIONS = 7  # positions with a look of their own; those behind share the last one
 _TITLES = {PLAIN: "Plain decoding", DSPARK: "DSpark"}
