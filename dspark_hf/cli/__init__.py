@@ -9,10 +9,10 @@ import sys
 
 import typer
 
-from . import generate, measure, serve, train  # registers the commands, in the order of the help text
+from . import generate, measure, publish, serve, train  # registers the commands, in the order of the help text
 from .app import app, err
 
-__all__ = ["app", "generate", "main", "measure", "serve", "train"]
+__all__ = ["app", "generate", "main", "measure", "publish", "serve", "train"]
 
 
 def main() -> None:
