@@ -160,6 +160,8 @@ def test_card_of_a_trained_drafter(drafter_dir, run):
         row = next(line for line in card.text.splitlines() if line.startswith(f"| {domain} |"))
         assert f"| {bench[domain]['dspark']['accept_length']:.2f} |" in row
         assert f"**{bench[domain]['dspark']['speedup']:.2f}×**" in row
+        ratio = bench[domain]["dspark"]["tokens_per_second"] / bench[domain]["plain_tuned"]["tokens_per_second"]
+        assert f"| {ratio:.2f}× |" in row
     assert "## Calibration" in card.text
     assert "| 1 | 6905 | 12.4% | 1.9% |" in card.text
     assert "(reliability.png)" in card.text

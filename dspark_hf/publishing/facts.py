@@ -109,7 +109,7 @@ def _speed(bench: dict[str, Any]) -> dict[str, Any]:
                 f"{tuned['tokens_per_second']:.1f}",
                 f"{dspark['tokens_per_second']:.1f}",
                 f"**{dspark['speedup']:.2f}×**",
-                f"{dspark['speedup'] / tuned['speedup']:.2f}×",
+                f"{dspark['tokens_per_second'] / tuned['tokens_per_second']:.2f}×",
                 f"{lookup['speedup']:.2f}×",
                 "-" if identical is None else f"{identical:.0%}",
             ]
