@@ -34,15 +34,14 @@ def card(
     ] = False,
 ) -> None:
     """Write a drafter's model card (README.md) from the files of training, calibration and bench in its folder."""
-    from .. import __version__
     from ..publishing.card import CardOptions, make_card, write_card
     from ..publishing.facts import missing_files
 
     options = CardOptions(licence, tuple(dataset or ()), tuple(language or ()), base_model, repo)
     if stdout:
-        typer.echo(str(make_card(folder, options, __version__)).rstrip())
+        typer.echo(str(make_card(folder, options)).rstrip())
         return
-    file = write_card(folder, options, __version__, force)
+    file = write_card(folder, options, force)
     out.print(f"The card is {file}.", highlight=False, soft_wrap=True)
     for line in missing_files(folder):
         err.print(f"Left out: {line}", highlight=False, markup=False, soft_wrap=True)

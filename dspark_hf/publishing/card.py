@@ -55,7 +55,7 @@ def read_card(folder: Path) -> ModelCard | None:
         raise ValueError(f"The metadata at the top of {file} can't be read: {error}. Mend or remove it.") from None
 
 
-def make_card(folder: Path, options: CardOptions, version: str) -> ModelCard:
+def make_card(folder: Path, options: CardOptions) -> ModelCard:
     """The card of a drafter's folder, from the files that are there.
 
     Raises:
@@ -74,7 +74,6 @@ def make_card(folder: Path, options: CardOptions, version: str) -> ModelCard:
         target_name=name,
         target_link=f"[{name}](https://huggingface.co/{base})" if base else name,
         repo=options.repo or f"OWNER/{folder.resolve().name}",
-        version=version,
         draft_tokens=config.num_draft_tokens,
         megabytes=f"{facts.megabytes:.0f}" if facts.megabytes >= 1 else f"{facts.megabytes:.1g}",
         calibrated=config.is_calibrated,
@@ -83,13 +82,13 @@ def make_card(folder: Path, options: CardOptions, version: str) -> ModelCard:
     )
 
 
-def write_card(folder: Path, options: CardOptions, version: str, force: bool = False) -> Path:
+def write_card(folder: Path, options: CardOptions, force: bool = False) -> Path:
     """Write the card into the folder.
 
     Raises:
         ValueError: a card is there and `force` is not set; it stays as it is.
     """
-    card, file = make_card(folder, options, version), folder / CARD
+    card, file = make_card(folder, options), folder / CARD
     if file.exists() and not force:
         raise ValueError(
             f"{file} is there and was left as it is. Give --force to write over it, or --stdout to see the new one."
