@@ -17,13 +17,13 @@ $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 	touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready
-	$(VENV)/bin/pip install $(PIP_FLAGS) -e .[gguf,quant,eval,dev]
+	$(VENV)/bin/pip install $(PIP_FLAGS) -e .[gguf,quant,eval,serve,dev]
 	touch $@
 
 $(VENV_MIN)/.ready: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV_MIN)
 	$(VENV_MIN)/bin/pip install $(PIP_FLAGS) torch
-	$(VENV_MIN)/bin/pip install $(PIP_FLAGS) transformers==5.17.0 -e .[gguf,eval,dev]
+	$(VENV_MIN)/bin/pip install $(PIP_FLAGS) transformers==5.17.0 -e .[gguf,eval,serve,dev]
 	touch $@
 
 # What the package imports, and no more: it also asks for vision and audio libraries.

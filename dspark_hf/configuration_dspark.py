@@ -7,7 +7,7 @@ This file travels with a checkpoint (`auto_map`), so it imports nothing else of 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -71,6 +71,7 @@ class DSparkConfig(PreTrainedConfig):
     """
 
     model_type = "dspark"
+    _auto_class: ClassVar[str | None] = "AutoConfig"  # as `DSparkDraftModel`'s
 
     vocab_size: int = 151936
     draft_vocab_size: int | None = None

@@ -50,6 +50,8 @@ class DSparkDraftOutput(ModelOutput):
 class DSparkDraftModel(DSparkPreTrainedModel):
     """A DSpark drafter. Use it as `target.generate(..., assistant_model=drafter)` after `import dspark_hf`."""
 
+    _auto_class = "AutoModel"  # saved with these files and an `auto_map`, so that it loads without this package
+
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)

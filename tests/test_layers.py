@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "dspark_hf"
 # From the top to the bottom; rooms of one row do not import each other.
 ROWS = [
     {"cli"},
-    {"serving", "evaluation", "training", "conversion"},
+    {"serving", "publishing", "evaluation", "training", "conversion"},
     {"engine"},
     {"pairs", "texts"},
     {"decoding"},

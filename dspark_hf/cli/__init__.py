@@ -9,10 +9,10 @@ import sys
 
 import typer
 
-from . import convert, generate, measure, train  # registers the commands, in the order of the help text
+from . import convert, generate, measure, publish, serve, train  # registers the commands, in the order of the help text
 from .app import app, err
 
-__all__ = ["app", "convert", "generate", "main", "measure", "train"]
+__all__ = ["app", "convert", "generate", "main", "measure", "publish", "serve", "train"]
 
 
 def main() -> None:

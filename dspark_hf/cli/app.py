@@ -51,9 +51,11 @@ def existing_file(path: Path | None) -> None:
         raise OSError(f"No such file: {path}.")
 
 
-def need_modules(*names: str) -> None:
+def need_modules(*names: str, extra: str = "eval") -> None:
     """Refuse early, before hours of work, where an optional library is missing."""
     import importlib.util
 
     if missing := [name for name in names if importlib.util.find_spec(name) is None]:
-        raise OSError(f"This needs {' and '.join(missing)}: pip install 'dspark-hf[eval]' (in a checkout: -e .[eval]).")
+        raise OSError(
+            f"This needs {' and '.join(missing)}: pip install 'dspark-hf[{extra}]' (in a checkout: -e .[{extra}])."
+        )

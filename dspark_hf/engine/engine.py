@@ -45,7 +45,8 @@ class BatchEngine:
 
     step_rates: this machine's table, measured at first use by default. max_sequences: most requests at once.
     max_tokens_in_cache: most tokens that the requests let in may come to hold together (prompt and budget of each); the
-    others wait. prefill_chunk: prompt tokens read in one step beside requests that decode. policy: how the verification is
+    others wait. keep_finished: so many finished texts keep their cache, for a prompt that begins as they do (the next turn of
+    a conversation). prefill_chunk: prompt tokens read in one step beside requests that decode. policy: how the verification is
     shared out; by default as the drafter is set, the lookahead for a calibrated one. Without a drafter it decodes plainly.
 
     Raises:
@@ -61,6 +62,7 @@ class BatchEngine:
         max_sequences: int = 16,
         max_tokens_in_cache: int | None = None,
         prefill_chunk: int | None = None,
+        keep_finished: int = 0,
         policy: BatchPolicy | None = None,
     ) -> None:
         self.target, self.model = target, drafter
@@ -85,7 +87,9 @@ class BatchEngine:
             if policy is None:
                 self.policy, self._cap = batch_policy_of(target, drafter, step_rates, max_sequences)
             check_policy(self.policy, drafter)
-        self._queue = RequestQueue(self._runner, self._drafter, max_sequences, max_tokens_in_cache, prefill_chunk)
+        self._queue = RequestQueue(
+            self._runner, self._drafter, max_sequences, max_tokens_in_cache, prefill_chunk, keep_finished
+        )
         self.stats = EngineStats("plain" if self.policy is None else type(self.policy).__name__)
         self._ids = itertools.count()
         self._done: list[RequestOutput] = []
@@ -376,7 +380,10 @@ class BatchEngine:
 
     def _finish(self, request: Request, reason: FinishReason, error: Exception | None = None) -> None:
         """Free a request's places and put its record among those to hand out."""
-        self._queue.release(request)
+        if reason in ("stop", "length"):
+            self._queue.keep(request)
+        else:
+            self._queue.release(request)
         if self.policy is not None:
             self.policy.forget(request.id)
         self.stats.finished[reason] += 1

@@ -9,12 +9,44 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from .cache import is_out_of_memory
+import torch
+
+from .cache import Slot, is_out_of_memory
 from .drafting import BatchDrafter
 from .runner import Runner
 from .sequence import Request
 
+_WORTH = 16  # tokens in common from which a kept cache is used
 _ALONE = 4  # prompt tokens read in one step when nobody waits for it, as a multiple of the usual
+
+
+@dataclass(eq=False)
+class KeptText:
+    """A finished text's cache: `token_ids` [L] are in it; the drafter's may lack the last ones, which are `pending`."""
+
+    token_ids: torch.LongTensor
+    slot: Slot
+    draft_slot: Slot | None
+    pending: list[torch.Tensor]  # features, [1, S, m * d_target]
+
+    def crop(self, length: int) -> None:
+        """Forget what lies behind the first `length` tokens."""
+        surplus = self.slot.length - length
+        self.slot.length = length
+        while surplus and self.pending:
+            last = self.pending.pop()
+            if last.shape[1] > surplus:
+                self.pending.append(last[:, :-surplus])
+            surplus -= min(surplus, last.shape[1])
+        if surplus and self.draft_slot is not None:
+            self.draft_slot.length -= surplus
+
+
+def _common(kept: torch.LongTensor, ids: torch.LongTensor) -> int:
+    """Tokens that both begin with, the last of `ids` aside: that one has to be read in any case."""
+    most = min(len(kept), len(ids) - 1)
+    different = (kept[:most] != ids[:most]).nonzero()
+    return int(different[0]) if len(different) else most
 
 
 @dataclass
@@ -26,8 +58,10 @@ class RequestQueue:
     max_sequences: int
     max_tokens: int | None
     prefill_chunk: int
+    keep_finished: int = 0  # texts whose cache outlives them, for the next turn of a conversation
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
+    kept: list[KeptText] = field(default_factory=list)  # the oldest first
     is_full: bool = False  # memory ran out: nobody is let in before somebody leaves
 
     def __len__(self) -> int:
@@ -44,11 +78,17 @@ class RequestQueue:
             held = sum(r.capacity for r in self.running)
             if self.max_tokens is not None and held + request.capacity > self.max_tokens:
                 break
+            if self.max_tokens is not None:
+                self._forget_down_to(self.max_tokens - held - request.capacity)
             try:
-                request.slot = self.runner.store.open(request.text.length + 1)
+                if not self._take_over(request):
+                    request.slot = self.runner.store.open(request.text.length + 1)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
+                if self.kept:
+                    self._forget_down_to(0)
+                    continue
                 if self.running:
                     self.is_full = True
                     break
@@ -81,16 +121,48 @@ class RequestQueue:
         self.waiting.appendleft(request)
         self.is_full = True
 
+    def _take_over(self, request: Request) -> bool:
+        """Begin with the cache of the kept text that has most in common with this one, if that is worth it."""
+        ids = request.text.input_ids[0]
+        common = [_common(kept.token_ids, ids) for kept in self.kept]
+        if not common or max(common) < _WORTH:
+            return False
+        kept = self.kept.pop(common.index(max(common)))
+        kept.crop(max(common))
+        request.slot, request.draft_slot, request.pending = kept.slot, kept.draft_slot, kept.pending
+        return True
+
+    def _forget_down_to(self, tokens: int) -> None:
+        """Free kept texts, the oldest first, until the others hold no more than `tokens`."""
+        while self.kept and sum(len(kept.token_ids) for kept in self.kept) > max(tokens, 0):
+            self._close(self.kept[0].slot, self.kept[0].draft_slot)
+            del self.kept[0]
+
+    def _close(self, slot: Slot | None, draft_slot: Slot | None) -> None:
+        if slot is not None:
+            self.runner.store.close(slot)
+        if draft_slot is not None and self.drafter is not None:
+            self.drafter.store.close(draft_slot)
+
+    def keep(self, request: Request) -> None:
+        """Take a request out and keep its cache for a text that goes on from it."""
+        slot = request.slot
+        if self.keep_finished and slot is not None and slot.length >= _WORTH:
+            ids = request.text.input_ids[0, : slot.length]
+            self.kept.append(KeptText(ids, slot, request.draft_slot, list(request.pending)))
+            request.slot = request.draft_slot = None
+        self.release(request)
+        while len(self.kept) > self.keep_finished:
+            oldest = self.kept.pop(0)
+            self._close(oldest.slot, oldest.draft_slot)
+
     def release(self, request: Request) -> None:
         """Take a request out and free what it holds."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        if request.slot is not None:
-            self.runner.store.close(request.slot)
-        if request.draft_slot is not None and self.drafter is not None:
-            self.drafter.store.close(request.draft_slot)
+        self._close(request.slot, request.draft_slot)
         request.slot = request.draft_slot = None
         request.pending.clear()
         self.is_full = False
