@@ -93,7 +93,7 @@ def status(state: RaceState | None) -> str:
         return _line("Choose a prompt and start the race.")
     if state.error is not None:
         return message(state.error)
-    order = " first, then ".join(_TITLES[name] for name in state.order)
+    order = " first, then ".join("plain decoding" if name == PLAIN else "DSpark" for name in state.order)
     words = {
         "waiting": "Waiting for its turn…",
         "running": f"Running: {order}.",
