@@ -7,6 +7,7 @@ DSPARK_ARTEFACTS=demo pytest tests/test_demo_browser.py -k test_a_race
 from __future__ import annotations
 
 import importlib.util
+import io
 import itertools
 import os
 import re
@@ -186,6 +187,8 @@ def visit(browser, address):
 
 
 def test_a_race(visit, artefacts):
+    from PIL import Image
+
     visit.start()
     lengths: dict[str, set[int]] = {"plain": set(), "dspark": set()}
     gauges: set[str] = set()
@@ -207,7 +210,8 @@ def test_a_race(visit, artefacts):
     assert all(complete and width > 300 for complete, width in sizes)
     assert visit.page.locator("#dspark .round").count() > 10
     assert visit.page.locator("#dspark .t.fix").count() > 0
-    visit.page.screenshot(path=artefacts / "race.png", full_page=True)
+    picture = Image.open(io.BytesIO(visit.page.screenshot(full_page=True)))
+    picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(artefacts / "race.png", optimize=True)
 
 
 def test_a_phone(browser, address, artefacts):
