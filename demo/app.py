@@ -61,11 +61,11 @@ class Page:
         stop = self._stops.setdefault(request.session_hash, threading.Event())
         buttons = gr.Button(interactive=True), gr.Button(interactive=False)
         try:
-            shown = None
+            shown: tuple[str, ...] = ()
             for state in self.track.run(_options(*values), stop):
-                shown = self._panes(state)
-                yield *shown, gr.skip(), gr.skip(), gr.skip(), gr.skip()
-            yield *shown, render.verdict(state.verdict), self._charts(state, values[1]), *buttons
+                shown = *self._panes(state), render.verdict(state.verdict)
+                yield *shown, gr.skip(), gr.skip(), gr.skip()
+            yield *shown, self._charts(state, values[1]), *buttons
         except (ValueError, OSError) as error:
             yield render.message(str(error)), gr.skip(), gr.skip(), "", "", *buttons
         finally:
@@ -176,10 +176,10 @@ def _prompt(examples, domain: str) -> str:
 def launch(blocks: gr.Blocks, port: int | None = None, share: bool = False, **more):
     """Serve the page on 127.0.0.1; `share` makes a public link besides."""
     system = ["system-ui", "sans-serif"]
-    theme = gr.themes.Default(font=system, font_mono=["ui-monospace", "monospace"])
+    theme = gr.themes.Default(primary_hue="blue", font=system, font_mono=["ui-monospace", "monospace"])
     return blocks.launch(
         server_name="127.0.0.1", server_port=port, share=share, theme=theme, css_paths=_HERE / "page.css", ssr_mode=False,
-        footer_links=["gradio", "settings"], run_history=False, mcp_server=False, enable_monitoring=False, **more,
+        footer_links=["gradio"], run_history=False, mcp_server=False, enable_monitoring=False, **more,
     )  # fmt: skip
 
 

@@ -37,10 +37,9 @@ def rounds_chart(stats: GenerationStats):
         label="admitted and verified",
     )
     upper.bar(rounds, accepted, 0.5, color="#D55E00", label="accepted")
-    upper.set(ylabel="tokens", ylim=(0, length + 0.3), title="rounds")
+    upper.set(ylabel="tokens", ylim=(0, length + 0.3))
     upper.yaxis.get_major_locator().set_params(integer=True)
     upper.legend(fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 1.0))
-    upper.set_title("rounds", loc="right", fontsize=10)
     survival = np.full((length, max(len(history), 1)), np.nan)
     for i, record in enumerate(history):
         known = list(record.survival)[:length]

@@ -37,7 +37,11 @@ def _token(token: ShownToken) -> str:
         return escape(token.text)
     # A line's end has no width to be coloured: it gets a sign (`page.css`) that is not copied with the text.
     look += " nl" if "\n" in token.text and not token.text.strip() else ""
-    return f'<span class="{look}">{escape(token.text)}</span>'
+    # A frame or a pill is drawn around the word, not around the space before it.
+    word = token.text.lstrip(" ") if token.kind in (CORRECTION, BONUS) else token.text
+    word = word or token.text
+    space = token.text[: len(token.text) - len(word)]
+    return f'{space}<span class="{look}">{escape(word)}</span>'
 
 
 def _round(number: int, tokens: list[ShownToken]) -> str:
@@ -77,7 +81,7 @@ def pane(state: RaceState | None, name: str) -> str:
     if status == "waiting" and name in state.order:
         status = "runs first" if state.order[0] == name else "runs second"
     return (
-        f'<section class="pane" aria-label="{_TITLES[name]}"><h3>{_TITLES[name]} <small>{status}</small></h3>'
+        f'<section class="pane" aria-label="{_TITLES[name]}"><h2>{_TITLES[name]} <small>{status}</small></h2>'
         f'{gauge(side, most)}<p class="figures">{" · ".join(figures)}</p>'
         f'<div class="answer">{text(side)}</div></section>'
     )
@@ -89,7 +93,7 @@ def status(state: RaceState | None) -> str:
         return _line("Choose a prompt and start the race.")
     if state.error is not None:
         return message(state.error)
-    order = " first, then ".join(_TITLES[name] for name in state.order)
+    order = " first, then ".join("plain decoding" if name == PLAIN else "DSpark" for name in state.order)
     words = {
         "waiting": "Waiting for its turn…",
         "running": f"Running: {order}.",

@@ -1,11 +1,13 @@
 """The speed race in a real browser on the default pair: headless Chromium through Playwright.
 
-Screenshots go into the folder that DSPARK_ARTEFACTS names, else into the test's own.
+Screenshots go into the folder that DSPARK_ARTEFACTS names, else into the test's own. The README's picture is made by
+DSPARK_ARTEFACTS=demo pytest tests/test_demo_browser.py -k test_a_race
 """
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import itertools
 import os
 import re
@@ -59,10 +61,11 @@ def artefacts(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def address(artefacts):
+def address(tmp_path_factory):
     """The app as a user starts it, on a free port."""
     port = free_port()
-    log = (artefacts / "demo.log").open("w")
+    log_file = tmp_path_factory.mktemp("demo") / "demo.log"
+    log = log_file.open("w")
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "demo" / "app.py"), "--port", str(port)],
@@ -71,7 +74,7 @@ def address(artefacts):
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(_READY_SECONDS):
-            assert process.poll() is None, (artefacts / "demo.log").read_text()
+            assert process.poll() is None, log_file.read_text()
             try:
                 urllib.request.urlopen(url, timeout=2).close()
                 break
@@ -95,11 +98,41 @@ def browser():
         chromium.close()
 
 
+# Texts whose contrast with what lies behind them is below WCAG AA (4.5, or 3 for large ones); what is switched off is exempt.
+_FAINT = """() => {
+    const canvas = Object.assign(document.createElement('canvas'), {width: 1, height: 1});
+    const pen = canvas.getContext('2d', {willReadFrequently: true});
+    const over = colours => {
+        pen.clearRect(0, 0, 1, 1);
+        for (const colour of colours) { pen.fillStyle = colour; pen.fillRect(0, 0, 1, 1); }
+        return [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    };
+    const light = rgb => rgb.map(c => c / 255).map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+    const faint = [];
+    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (walker.nextNode()) {
+        const element = walker.currentNode.parentElement, style = getComputedStyle(element);
+        const text = walker.currentNode.data.trim();
+        if (!text || !element.checkVisibility({visibilityProperty: true, opacityProperty: true})) continue;
+        if (element.closest('[disabled], script, style, .sr')) continue;
+        const behind = [];
+        for (let e = element; e; e = e.parentElement) behind.unshift(getComputedStyle(e).backgroundColor);
+        const back = over(['#fff', ...behind]), front = over(['#fff', ...behind, style.color]);
+        const [low, high] = [light(back), light(front)].sort((a, b) => a - b);
+        const ratio = (high + 0.05) / (low + 0.05), size = parseFloat(style.fontSize);
+        const large = size >= 24 || (size >= 18.66 && parseInt(style.fontWeight) >= 700);
+        if (ratio < (large ? 3 : 4.5)) faint.push(`${ratio.toFixed(2)} ${element.className}: ${text.slice(0, 30)}`);
+    }
+    return faint;
+}"""
+
+
 class Visit:
     """One tab, and what its console and network said."""
 
-    def __init__(self, browser, address: str, width: int = 1280, height: int = 900) -> None:
-        self.context = browser.new_context(viewport={"width": width, "height": height})
+    def __init__(self, browser, address: str, width: int = 1120, height: int = 900, scheme: str = "light") -> None:
+        self.context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
         self.page = self.context.new_page()
         self.complaints: list[str] = []
         self.foreign: list[str] = []
@@ -154,6 +187,8 @@ def visit(browser, address):
 
 
 def test_a_race(visit, artefacts):
+    from PIL import Image
+
     visit.start()
     lengths: dict[str, set[int]] = {"plain": set(), "dspark": set()}
     gauges: set[str] = set()
@@ -175,7 +210,8 @@ def test_a_race(visit, artefacts):
     assert all(complete and width > 300 for complete, width in sizes)
     assert visit.page.locator("#dspark .round").count() > 10
     assert visit.page.locator("#dspark .t.fix").count() > 0
-    visit.page.screenshot(path=artefacts / "race.png", full_page=True)
+    picture = Image.open(io.BytesIO(visit.page.screenshot(full_page=True)))
+    picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(artefacts / "race.png", optimize=True)
 
 
 def test_a_phone(browser, address, artefacts):
@@ -262,3 +298,30 @@ def test_keyboard_and_labels(visit):
     visit.page.keyboard.press("Enter")
     visit.wait_for_status("Done")
     assert visit.page.get_attribute("#status", "aria-live") == "polite"
+
+
+def test_a_visitor_who_leaves_frees_the_machine(browser, address):
+    gone, next_one = Visit(browser, address), Visit(browser, address)
+    gone.ask("Write a long story about a lighthouse.", 512)
+    gone.start()
+    gone.wait_for_status("Running")
+    gone.close()
+    left = time.monotonic()
+    next_one.ask("Say yes.", 8)
+    next_one.start()
+    next_one.wait_for_status("Done")
+    assert time.monotonic() - left < 30
+    next_one.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast(scheme, browser, address, artefacts):
+    visit = Visit(browser, address, scheme=scheme)
+    visit.ask("Write a Python function that adds two numbers.", 48)
+    visit.start()
+    visit.wait_for_status("Done")
+    visit.page.wait_for_selector("#charts img")
+    visit.page.screenshot(path=artefacts / f"race-{scheme}.png", full_page=True)
+    faint = visit.page.evaluate(_FAINT)
+    assert not faint, faint
+    visit.close()
