@@ -202,6 +202,7 @@ def bad_inputs():
         "plots without requests": (["bench", "--plots", "figures"], {}, "--concurrency"),
         "missing batch": (["batch", "--prompts", "missing.jsonl"], {}, "No such file"),
         "no place": (["batch", "--prompts", "missing.jsonl", "--max-sequences", 0], {}, "at least 1"),
+        "no such port": (["serve", "--port", 0], {}, "at least 1"),
         "unknown option": (["generate", *prompt, "--nonsense"], {}, "No such option"),
         "not a number": (["generate", *prompt, "--max-new-tokens", "many"], {}, "valid integer"),
     }

@@ -47,6 +47,8 @@ def serve(
     loaded = load_target(target, device, dtype)
     draft_model = load_drafter(drafter, loaded.model)
     engine = BatchEngine(loaded.model, draft_model, max_sequences=max_sequences, keep_finished=max_sequences)
+    if host not in ("127.0.0.1", "localhost", "::1") and api_key is None:
+        err.print(f"[yellow]Anyone who reaches {host} can use this server: give --api-key.[/yellow]", highlight=False)
     limits = ServerLimits(max_body_bytes, max_answer_tokens, max_requests)
     err.print(f"{loaded.name} at http://{host}:{port}/v1 (Ctrl-C stops it)", highlight=False)
     uvicorn.run(
