@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -49,6 +50,15 @@ def existing_file(path: Path | None) -> None:
     """Refuse a file that is not there."""
     if path is not None and not path.is_file():
         raise OSError(f"No such file: {path}.")
+
+
+def writable_file(path: Path | None) -> None:
+    """Refuse a file that can't be written, before the work whose result it is to hold."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise OSError(f"{path} can't be written: give a file in a folder of yours.")
 
 
 def need_modules(*names: str, extra: str = "eval") -> None:

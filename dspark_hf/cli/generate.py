@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..pairs import DEFAULT_DRAFTER, DEFAULT_TARGET
-from .app import DeviceOption, DrafterOption, DtypeOption, TargetOption, app, at_least, err, out
+from .app import DeviceOption, DrafterOption, DtypeOption, TargetOption, app, at_least, err, out, writable_file
 
 
 @app.command(epilog="Example: dspark-hf generate --prompt 'Write a haiku about rain.' --temperature 0.7")
@@ -84,6 +84,7 @@ def batch(
     from ..pairs import load_drafter, load_target
 
     at_least(max_sequences, 1, "--max-sequences")
+    writable_file(out_file)
     questions = read_questions(prompts, DecodingOptions(max_new_tokens, temperature, top_p, seed))
     loaded = load_target(target, device, dtype)
     draft_model = load_drafter(drafter, loaded.model)

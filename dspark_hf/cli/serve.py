@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Annotated
 
 import typer
@@ -37,6 +38,8 @@ def serve(
         (max_body_bytes, "--max-body-bytes"),
     ):
         at_least(value, 1, option)
+    if port > 65535:
+        raise ValueError(f"--port must be at most 65535, got {port}.")
     need_modules("fastapi", "uvicorn", "prometheus_client", extra="serve")
     import uvicorn
 
@@ -44,17 +47,22 @@ def serve(
     from ..pairs import load_drafter, load_target
     from ..serving.api import ServerLimits, make_app
 
+    try:  # before anything is loaded
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise OSError(
+            f"Can't listen at {host}, port {port} ({error.strerror}): choose another --host or --port."
+        ) from None
     loaded = load_target(target, device, dtype)
     draft_model = load_drafter(drafter, loaded.model)
     engine = BatchEngine(loaded.model, draft_model, max_sequences=max_sequences, keep_finished=max_sequences)
     if host not in ("127.0.0.1", "localhost", "::1") and api_key is None:
         err.print(f"[yellow]Anyone who reaches {host} can use this server: give --api-key.[/yellow]", highlight=False)
     limits = ServerLimits(max_body_bytes, max_answer_tokens, max_requests)
-    err.print(f"{loaded.name} at http://{host}:{port}/v1 (Ctrl-C stops it)", highlight=False)
-    uvicorn.run(
-        make_app(loaded, engine, api_key, limits),
-        host=host,
-        port=port,
-        log_level="warning",
-        timeout_graceful_shutdown=30,
+    place = f"[{host}]" if ":" in host else host
+    err.print(
+        f"{loaded.name} at http://{place}:{port}/v1 (Ctrl-C stops it)", highlight=False, markup=False, soft_wrap=True
     )
+    served = make_app(loaded, engine, api_key, limits)
+    config = uvicorn.Config(served, log_level="warning", timeout_graceful_shutdown=30)
+    uvicorn.Server(config).run(sockets=[listener])
