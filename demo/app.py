@@ -194,7 +194,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
     parser.add_argument("--max-prompt-tokens", type=int, default=limits.prompt_tokens)
     parser.add_argument("--max-new-tokens", type=int, default=limits.new_tokens)
-    return parser.parse_args(arguments)
+    chosen = parser.parse_args(arguments)
+    for name, most in (("port", 65535), ("max_prompt_tokens", None), ("max_new_tokens", None)):
+        value = getattr(chosen, name)
+        if value is not None and not 1 <= value <= (most or value):
+            parser.error(
+                f"--{name.replace('_', '-')} must be at least 1{f' and at most {most}' if most else ''}, got {value}"
+            )
+    return chosen
 
 
 def load_track(arguments: argparse.Namespace) -> RaceTrack:

@@ -354,6 +354,15 @@ def test_the_page_is_built(track):
     assert len(racing) == 2
 
 
+@pytest.mark.parametrize(
+    "flags", [["--port", "99999"], ["--port", "0"], ["--max-new-tokens", "0"], ["--max-prompt-tokens", "-3"]]
+)
+def test_impossible_flags(flags, capsys):
+    with pytest.raises(SystemExit):
+        app.parse(flags)
+    assert f"{flags[0]} must be at least 1" in capsys.readouterr().err
+
+
 def test_flags(tmp_path):
     chosen = app.parse([])
     assert (chosen.share, chosen.drafter, chosen.port) == (False, None, None)
