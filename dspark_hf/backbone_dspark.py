@@ -1,7 +1,7 @@
 """The layers of a drafter: Qwen3-form, with K/V injection (paper §3.1, eq. 3).
 
 Owns: norm, attention over context and block, MLP, what a layer sees. Does not own: caches, the draft loop, the layers of
-other families (`gemma4_dspark`).
+other families (`gemma4_dspark`, `eagle3_dspark`).
 Axes: B sequences, S new context tokens, C context tokens so far, Q block inputs, d hidden size.
 This file travels with a checkpoint (`auto_map`), so it imports only its neighbours `*_dspark.py`.
 """
@@ -32,16 +32,17 @@ class DSparkAttention(nn.Module):
 
     is_causal = False
 
-    def __init__(self, config: DSparkConfig, layer_idx: int) -> None:
+    def __init__(self, config: DSparkConfig, layer_idx: int, input_size: int | None = None) -> None:
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
+        width = config.hidden_size if input_size is None else input_size
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
         query_size, key_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.q_proj = nn.Linear(width, query_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(width, key_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(width, key_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
         self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)

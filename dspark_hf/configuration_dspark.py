@@ -15,7 +15,7 @@ from .packagings_dspark import to_dspark_dict
 
 MARKOV_HEAD_TYPES = ("none", "vanilla", "gated", "rnn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
-LAYER_FORMS = ("qwen3", "gemma4")
+LAYER_FORMS = ("qwen3", "gemma4", "eagle3")
 # What calibration adds; it changes no weight and no cost.
 CALIBRATION_FIELDS = (
     "confidence_temperatures",
@@ -35,7 +35,8 @@ class DSparkConfig(PreTrainedConfig):
         target_hidden_size (`int`, *optional*): width of one tapped layer; `hidden_size` where absent.
         num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act,
             rms_norm_eps, rope_parameters, attention_bias, attention_dropout, max_position_embeddings: as in `Qwen3Config`.
-        layer_form (`str`): the family of the layers, `"qwen3"` or `"gemma4"`.
+        layer_form (`str`): the family of the layers, `"qwen3"` or `"gemma4"`, or `"eagle3"`: one autoregressive layer (no
+            blocks, no heads; γ = `block_size` is then the most tokens drafted a round).
         attention_k_eq_v (`bool`): in Gemma 4 layers, the values are the keys before their norm (no `v_proj`).
         layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each layer.
         sliding_window (`int`, *optional*): context tokens that a sliding layer sees.
@@ -179,6 +180,18 @@ class DSparkConfig(PreTrainedConfig):
             self.layer_form == "gemma4" or not self.attention_k_eq_v,
             f"attention_k_eq_v is for layer_form 'gemma4', got {self.layer_form!r}.",
         )
+        if self.is_autoregressive:
+            require(
+                self.num_hidden_layers == 1 and self.layer_types == ["full_attention"],
+                f"layer_form 'eagle3' means one full-attention layer, got {self.num_hidden_layers} ({self.layer_types}).",
+            )
+            require(
+                not self.markov_rank and not self.enable_confidence_head and self.min_block_size is None,
+                "layer_form 'eagle3' has no Markov head, no confidence head and no min_block_size.",
+            )
+            require(
+                self.sample_from_anchor, "layer_form 'eagle3' drafts from the anchor: sample_from_anchor must be true."
+            )
         for name in ("embedding_scale", "output_scale", "final_logit_softcapping"):
             value = getattr(self, name)
             require(value is None or value > 0.0, f"{name} must be above 0, got {value}.")
@@ -227,6 +240,11 @@ class DSparkConfig(PreTrainedConfig):
     def num_draft_tokens(self) -> int:
         """γ, the most tokens one round can draft."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def is_autoregressive(self) -> bool:
+        """Whether tokens are drafted one forward each (Eagle3), and not a block at once."""
+        return self.layer_form == "eagle3"
 
     @property
     def is_calibrated(self) -> bool:

@@ -127,6 +127,7 @@ def to_deepspec(drafter: DSparkDraftModel, target: PreTrainedModel | None) -> Wr
     _refuse(
         "deepspec",
         {
+            "an autoregressive layer (Eagle3)": config.is_autoregressive,
             "the fill-in layout (sample_from_anchor false)": not config.sample_from_anchor,
             "sliding layers": "sliding_attention" in config.layer_types,
             "full layers that are causal in the block": config.full_attention_causal,
@@ -190,7 +191,8 @@ def to_speculators(drafter: DSparkDraftModel, target: PreTrainedModel | None, ta
     _refuse(
         "speculators",
         {
-            "Gemma 4 layers": config.layer_form != "qwen3",
+            "an autoregressive layer (Eagle3)": config.is_autoregressive,
+            "Gemma 4 layers": config.layer_form == "gemma4",
             "a sliding window counted from each query": sliding and config.sliding_window_origin == "query",
             "full layers that are causal in the block": config.full_attention_causal,
             "tapped layers of another width than the drafter's": config.target_hidden_size != config.hidden_size,

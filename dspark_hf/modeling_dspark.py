@@ -25,11 +25,12 @@ from transformers.utils import ModelOutput, logging
 from .backbone_dspark import DSparkLayer, RMSNorm, block_mask, sees_everything
 from .configuration_dspark import DSparkConfig
 from .drafting_dspark import Admission, DraftBlock, SequentialLoop, scores_dtype
+from .eagle3_dspark import Eagle3Layer, draft_autoregressively
 from .gemma4_dspark import Gemma4Layer
 from .heads_dspark import ConfidenceHead, make_markov_head
 from .pretrained_dspark import DSparkPreTrainedModel
 
-_LAYERS = {"qwen3": DSparkLayer, "gemma4": Gemma4Layer}
+_LAYERS = {"qwen3": DSparkLayer, "gemma4": Gemma4Layer, "eagle3": Eagle3Layer}
 logger = logging.get_logger(__name__)
 
 
@@ -55,7 +56,8 @@ class DSparkDraftModel(DSparkPreTrainedModel):
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = nn.Identity() if config.is_autoregressive else norm  # Eagle3 norms them in its layer
         self.layers = nn.ModuleList(_LAYERS[config.layer_form](config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
@@ -223,6 +225,8 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         )
 
     def _parallel_stage(self, input_ids, noise_embeds, context_hidden_states, position_ids, attention_mask, cache):
+        if self.config.is_autoregressive:
+            raise ValueError("An Eagle3 drafter has no parallel stage: call `draft` instead.")
         if (input_ids is None) == (noise_embeds is None):
             raise ValueError("Give either `input_ids` or `noise_embeds`, not both and not neither.")
         hidden_states = self.embed(input_ids) if noise_embeds is None else noise_embeds
@@ -259,13 +263,17 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             hidden_states = layer(hidden_states, rope, context, masks.get(layer.layer_type))
         return self.norm(hidden_states)
 
+    def context_features(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
+        """Projected taps (eq. 2). [B, S, m * d_target] -> [B, S, d]"""
+        return self.hidden_norm(self.fc(context_hidden_states.to(self.device, self.dtype)))
+
     def context_key_values(
         self,
         context_hidden_states: torch.Tensor,  # [B, S, m * d_target]
         position_ids: torch.LongTensor,  # [B, S]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Features (eq. 2) and, for each layer, their keys and values (eq. 3): two of [B, kv heads, S, head_dim]."""
-        features = self.hidden_norm(self.fc(context_hidden_states.to(self.device, self.dtype)))
+        features = self.context_features(context_hidden_states)
         rope = self.rotary_emb(features, position_ids)
         return [layer.self_attn.key_values(features, rope) for layer in self.layers]
 
@@ -301,6 +309,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         max_tokens: int | None = None,
     ) -> DraftBlock:
         """Draft one block: the parallel stage, then the sequential loop (eq. 4) until the policy or `max_tokens` ends it.
+        (Eagle3: one forward a token instead.)
 
         `logits_processor` is applied step by step to (committed and drafted ids, scores), as in `generate()`; give the
         whole committed text as `anchor_ids` where a processor reads it. Greedy unless `do_sample`.
@@ -309,6 +318,13 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         prefix = prefix.to(self.device)
         batch = prefix.shape[0]
         limit = self.config.num_draft_tokens if max_tokens is None else min(max_tokens, self.config.num_draft_tokens)
+        draft_ids = self.draft_token_ids() if self.config.has_reduced_vocab else None
+        loop = SequentialLoop(self, prefix, draft_ids, do_sample, logits_processor, admission, generator)
+        if self.config.is_autoregressive:
+            if context_hidden_states is None or not context_hidden_states.shape[1]:
+                raise ValueError("An Eagle3 drafter needs the features of at least one new token a round.")
+            cache = DynamicCache() if cache is None else cache
+            return draft_autoregressively(self, loop, context_hidden_states, cache, position_ids, attention_mask, limit)
         first = 0 if self.config.sample_from_anchor else 1
         slots = self.config.block_size
         if self.config.min_block_size is not None:
@@ -320,8 +336,6 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         hidden, cache = self._parallel_stage(block, None, context_hidden_states, position_ids, attention_mask, cache)
         base_logits = self.compute_logits(hidden[:, first : first + limit])
         base_logits = base_logits.to(scores_dtype(base_logits))
-        draft_ids = self.draft_token_ids() if self.config.has_reduced_vocab else None
-        loop = SequentialLoop(self, prefix, draft_ids, do_sample, logits_processor, admission, generator)
         if first:
             loop.skip(hidden[:, 0])  # fill-in: slot 0 proposes nothing, but the recurrent state starts there
         for k in range(limit):

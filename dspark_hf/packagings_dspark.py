@@ -98,6 +98,8 @@ def to_dspark_dict(config: dict[str, Any], shapes: Shapes | None = None) -> dict
         ours = _from_speculators(config, named)
     elif nested.get("projector_type") == "dspark":
         ours = _from_specforge(config, nested)
+    elif "Qwen3Eagle3Model" in architectures:
+        ours = _from_deepspec_eagle3(config, named)
     elif "Gemma4DSparkModel" in architectures:
         ours = _from_deepspec_gemma4(config)
     elif "Qwen3DSparkModel" in architectures or (taps and "markov_rank" in config):
@@ -122,8 +124,11 @@ def _is_speculators(config: dict[str, Any]) -> bool:
 def _refuse_by_name(config: dict[str, Any], nested: dict[str, Any], architectures: list[str], named: str) -> None:
     """Raise for a drafter that is known and not read; the sentence says what is missing."""
     what = None
-    if any("Eagle3" in name for name in architectures) or config.get("speculators_model_type") == "eagle3":
-        what = "an Eagle3 drafter: its autoregressive layer is not read yet"
+    is_eagle3 = (
+        any("eagle3" in name.lower() for name in architectures) or config.get("speculators_model_type") == "eagle3"
+    )
+    if is_eagle3 and "Qwen3Eagle3Model" not in architectures:
+        what = "an Eagle3 drafter in another form than DeepSpec's (Qwen3Eagle3Model), which alone is read"
     elif any(key.startswith("dspark_") for key in config) and "block_size" not in config:
         what = "a DeepSeek-V4 checkpoint with an embedded drafter: its layers are not read, nor can it be used alone"
     elif "DFlash2DraftModel" in architectures or any(key in config or key in nested for key in _DFLASH2_KEYS):
@@ -163,6 +168,19 @@ def _from_deepspec(config: dict[str, Any]) -> dict[str, Any]:
         "sliding_window_non_causal": config.get("sliding_window_non_causal", False),
         "has_own_embeddings": True,
         **_heads(config),
+    }
+
+
+def _from_deepspec_eagle3(config: dict[str, Any], named: str) -> dict[str, Any]:
+    """DeepSpec's Eagle3 baseline: one autoregressive layer; as many tokens a round as training unrolled."""
+    taps, length = _needed(config, "target_layer_ids", named), config.get("ttt_length", 7)
+    return _backbone(config) | {
+        "layer_form": "eagle3",
+        "block_size": length,
+        "target_layer_ids": taps,
+        "sample_from_anchor": True,
+        "has_own_embeddings": True,
+        **_heads({}),
     }
 
 

@@ -100,6 +100,12 @@ def make_drafter(target, head: str = "vanilla", seed: int = 1, bind: bool = True
     return drafter
 
 
+def make_eagle3(target, **overrides) -> DSparkDraftModel:
+    """A tiny random Eagle3 drafter for `target`."""
+    form = {"layer_form": "eagle3", "num_hidden_layers": 1, "enable_confidence_head": False}
+    return make_drafter(target, "none", **form | overrides)
+
+
 def prompt_ids(length: int = 7, vocab_size: int = 24, seed: int = 3) -> torch.LongTensor:
     """A random prompt, [1, length]."""
     return torch.randint(2, vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))

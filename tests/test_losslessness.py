@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from conftest import make_drafter, make_target, prompt_ids
+from conftest import make_drafter, make_eagle3, make_target, prompt_ids
 from scipy.stats import chisquare
 from transformers import LogitsProcessorList
 
@@ -40,6 +40,16 @@ def test_greedy_is_token_identical_on_random_pairs(head):
             layer_types=["full_attention", "sliding_attention"] if seed % 5 == 0 else None,
             sliding_window=3 if seed % 5 == 0 else None,
         )
+        ids = prompt_ids(5 + seed % 4, 12, seed)
+        plain = target.generate(ids, max_new_tokens=30, do_sample=False)
+        fast = target.generate(ids, max_new_tokens=30, do_sample=False, assistant_model=drafter)
+        assert torch.equal(plain, fast), f"seed {seed}"
+
+
+def test_greedy_is_token_identical_with_an_eagle3_drafter():
+    for seed in range(8):
+        target = make_target(seed=seed, vocab_size=12)
+        drafter = make_eagle3(target, seed=100 + seed, draft_vocab_size=8 if seed % 4 == 0 else None)
         ids = prompt_ids(5 + seed % 4, 12, seed)
         plain = target.generate(ids, max_new_tokens=30, do_sample=False)
         fast = target.generate(ids, max_new_tokens=30, do_sample=False, assistant_model=drafter)
@@ -139,10 +149,19 @@ SCHEDULERS = {
 @pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
 def test_sampled_distribution_is_exact(policy, arguments, reduced, monkeypatch):
     """Vocabulary 4, horizon 3: every outcome of drafting and acceptance, through generate() itself."""
+    check_distribution(policy, arguments, make_drafter, reduced, monkeypatch)
+
+
+@pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
+def test_sampled_distribution_is_exact_with_eagle3(reduced, monkeypatch):
+    check_distribution(FixedLength(3), {"temperature": 0.7, "top_p": 0.9}, make_eagle3, reduced, monkeypatch)
+
+
+def check_distribution(policy, arguments, make, reduced, monkeypatch):
     padding = policy in (SCHEDULERS["throughput-padded"], SCHEDULERS["lookahead-padded"])
     vocab, horizon = 4, 4 if padding or policy is SCHEDULERS["lookahead-parking"] else 3
     target = make_target(seed=5, vocab_size=vocab, num_hidden_layers=3, initializer_range=0.2)
-    drafter = make_drafter(
+    drafter = make(
         target,
         seed=6,
         block_size=3,

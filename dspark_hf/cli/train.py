@@ -33,13 +33,16 @@ def train(
     temperatures: Annotated[str, typer.Option(help="Temperatures of the answers in turn; 0 is greedy.")] = "0,0.6,0.8",
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 192,
     slots: Annotated[int, typer.Option(help="Answers decoded side by side.")] = 128,
-    num_layers: Annotated[int, typer.Option(help="Depth of the drafter.")] = 3,
+    method: Annotated[
+        str, typer.Option(help="dspark, or what it is compared with: dflash (no heads, fill-in blocks), eagle3.")
+    ] = "dspark",
+    num_layers: Annotated[int | None, typer.Option(help="Depth of the drafter. [default: 3; eagle3 has 1]")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens drafted a round at most.")] = 7,
     min_block_size: Annotated[int | None, typer.Option(help="Train on blocks of this size and up too.")] = None,
     draft_tokens: Annotated[
         int | None, typer.Option(help="Drafted a round when used. [default: all of a block]")
     ] = None,
-    markov_head: Annotated[str, typer.Option(help="none, vanilla, gated or rnn.")] = "vanilla",
+    markov_head: Annotated[str, typer.Option(help="none, vanilla, gated or rnn (dspark).")] = "vanilla",
     markov_rank: Annotated[int, typer.Option(help="Rank of the sequential head.")] = 64,
     draft_vocab_size: Annotated[int, typer.Option(help="Most frequent tokens to propose from; 0 is all.")] = 8192,
     target_layers: Annotated[str, typer.Option(help="Tapped layers. [default: five, spread]")] = "",
@@ -63,11 +66,11 @@ def train(
 ) -> None:
     """Train a drafter: answers by the target, features, training. Goes on where an earlier run stopped."""
     from ..pairs import load_target
-    from ..training.pipeline import TrainOptions, run_training
+    from ..training.pipeline import METHODS, TrainOptions, run_training
 
     for value, low, option in (
         (max_new_tokens, 8, "--max-new-tokens"),
-        (num_layers, 1, "--num-layers"),
+        (1 if num_layers is None else num_layers, 1, "--num-layers"),
         (block_size, 1, "--block-size"),
         (draft_vocab_size, 0, "--draft-vocab-size"),
         (batch_size, 1, "--batch-size"),
@@ -78,6 +81,8 @@ def train(
         (feature_cache_gb, 0, "--feature-cache-gb"),
     ):
         at_least(value, low, option)
+    if method not in METHODS:
+        raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {method!r}.")
     for file in (*(prompts or ()), *(answers or ())):
         existing_file(file)
     output = output.resolve()
@@ -91,6 +96,7 @@ def train(
         temperatures=numbers(temperatures, float, "--temperatures"),
         max_new_tokens=max_new_tokens,
         slots=slots,
+        method=method,
         num_layers=num_layers,
         block_size=block_size,
         min_block_size=min_block_size,

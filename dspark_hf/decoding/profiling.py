@@ -242,16 +242,12 @@ def _draft_run(drafter: DSparkDraftModel, limit: int, admission: FixedLength | N
     config = drafter.config
     width = len(config.target_layer_ids) * config.target_hidden_size
     new = torch.zeros(1, 2, width, dtype=drafter.dtype, device=drafter.device)
-    anchor = torch.ones(1, 1, dtype=torch.long, device=drafter.device)
+    text = torch.ones(1, 64, dtype=torch.long, device=drafter.device)
     cache = DynamicCache()
-    drafter.extend_context(
-        torch.zeros(1, 64, width, dtype=drafter.dtype, device=drafter.device),
-        torch.arange(64, device=drafter.device)[None],
-        cache,
-    )
+    drafter.draft(text, new.new_zeros(1, 64, width), cache, max_tokens=1)
 
     def run() -> None:
-        drafter.draft(anchor, new, cache, admission=admission, max_tokens=limit)
+        drafter.draft(text, new, cache, admission=admission, max_tokens=limit)
         cache.crop(-2)
 
     return run

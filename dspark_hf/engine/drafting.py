@@ -45,6 +45,11 @@ class BatchDrafter:
     """The drafter's side of the engine."""
 
     def __init__(self, drafter: DSparkDraftModel) -> None:
+        if drafter.config.is_autoregressive:
+            raise ValueError(
+                "The batch engine drafts blocks, and an Eagle3 drafter drafts one forward a token. Decode one request at a time "
+                "with generate(assistant_model=...), or use a DSpark or DFlash drafter."
+            )
         self.drafter = drafter
         self.store = RaggedStore()
         self._draft_ids = drafter.draft_token_ids() if drafter.config.has_reduced_vocab else None

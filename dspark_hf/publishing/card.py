@@ -142,7 +142,10 @@ def _architecture(facts: Facts) -> list[list[str]]:
     return [
         ["layers", f"{config.num_hidden_layers} of width {config.hidden_size} ({heads})"],
         ["tapped layers of the target", ", ".join(map(str, config.target_layer_ids or []))],
-        ["block", f"{config.block_size} ({layout})"],
+        [
+            "block",
+            "none: one forward a token (Eagle3)" if config.is_autoregressive else f"{config.block_size} ({layout})",
+        ],
         ["sequential (Markov) head", head],
         ["confidence head", "yes" if config.enable_confidence_head else "no"],
         ["tokens it can propose", vocabulary],

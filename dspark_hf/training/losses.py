@@ -44,8 +44,7 @@ def draft_losses(
     """Weighted means over positions of eqs. 9, 10 and 11, and their sum (eq. 12)."""
     total_weight = weights.sum().clamp(min=1e-6)
     log_probs = draft_logits.float().log_softmax(-1)
-    undraftable = (1.0 - target_probs.sum(-1)).clamp(min=0.0)
-    l1 = (log_probs.exp() - target_probs).abs().sum(-1) + undraftable
+    l1 = _l1(log_probs, target_probs)
     acceptance = (1.0 - 0.5 * l1).detach()
     ce = F.nll_loss(log_probs.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100).view_as(l1)
     ce_weights = weights * (labels != -100)
@@ -59,6 +58,27 @@ def draft_losses(
         loss_weights.cross_entropy * cross_entropy + loss_weights.l1 * l1_mean + loss_weights.confidence * confidence
     )
     return DraftLosses(cross_entropy, l1_mean, confidence, total, acceptance)
+
+
+def soft_cross_entropy_losses(
+    draft_logits: torch.Tensor,  # [N, γ, V_d]
+    target_probs: torch.Tensor,  # [N, γ, V_d]
+    weights: torch.Tensor,  # [N, γ], 0 = not counted
+    num_rows: int,
+) -> DraftLosses:
+    """Eagle3's loss: cross-entropy to the target's distribution, summed with weights over positions, by `num_rows`."""
+    log_probs = draft_logits.float().log_softmax(-1)
+    total = -((target_probs * log_probs).sum(-1) * weights).sum() / num_rows
+    l1 = _l1(log_probs.detach(), target_probs)
+    nothing = total.new_zeros(())
+    mean = (l1 * weights).sum() / weights.sum().clamp(min=1e-6)
+    return DraftLosses(total, mean, nothing, total, 1.0 - 0.5 * l1)
+
+
+def _l1(log_probs: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
+    """‖p_draft − p_target‖_1; what the draft vocabulary lacks of the target's mass is missed. [N, γ]"""
+    undraftable = (1.0 - target_probs.sum(-1)).clamp(min=0.0)
+    return (log_probs.exp() - target_probs).abs().sum(-1) + undraftable
 
 
 def expected_accept_length(acceptance: torch.Tensor, valid: torch.Tensor) -> float:

@@ -23,10 +23,14 @@ from ..files import move_files, refuse_other_models
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
 from .features import FeatureStore, compute_features
+from .losses import LossWeights
 from .prompts import AnswerPlan, Prompt, load_prompts, plan_answers
 from .responses import Answer, eos_ids, invent_prompts, missing_answers, read_answers, write_answers
 from .trainer import Evaluation, Trainer, TrainingRecipe, mixed_precision
+from .unroll import EAGLE3_LOSS
 
+# The losses of each method's released recipe.
+METHODS = {"dspark": LossWeights(), "dflash": LossWeights(1.0, 0.0, 0.0), "eagle3": EAGLE3_LOSS}
 _WORK_FILES = (
     "invented_prompts.jsonl",
     "answers.jsonl",
@@ -52,7 +56,8 @@ class TrainOptions:
     temperatures: tuple[float, ...] = (0.0, 0.6, 0.8)
     max_new_tokens: int = 192
     slots: int = 128
-    num_layers: int = 3
+    method: str = "dspark"
+    num_layers: int | None = None
     block_size: int = 7
     min_block_size: int | None = None
     draft_tokens: int | None = None
@@ -95,7 +100,13 @@ def default_target_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
 
 
 def drafter_config(target: PreTrainedModel, options: TrainOptions, name: str) -> DSparkConfig:
-    """A drafter's config for this target: its widths, heads and rope, the options' depth and heads."""
+    """A drafter's config for this target: its widths, heads and rope, the options' depth and heads.
+
+    The methods differ here and in the loss alone: DFlash has the fill-in layout and no heads, Eagle3 one layer of its own form.
+    """
+    is_dspark, is_eagle3 = options.method == "dspark", options.method == "eagle3"
+    fill_in = int(options.method == "dflash")  # the anchor's slot proposes nothing, so a block has one slot more
+    shortest = options.min_block_size
     text = target.config.get_text_config()
     head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
     rope = text.to_dict().get("rope_parameters") or {}
@@ -106,20 +117,23 @@ def drafter_config(target: PreTrainedModel, options: TrainOptions, name: str) ->
         draft_vocab_size=min(vocab, text.vocab_size),
         hidden_size=text.hidden_size,
         intermediate_size=text.intermediate_size,
-        num_hidden_layers=options.num_layers,
+        num_hidden_layers=options.num_layers or (1 if is_eagle3 else 3),
+        layer_form="eagle3" if is_eagle3 else "qwen3",
         num_attention_heads=text.num_attention_heads,
         num_key_value_heads=text.num_key_value_heads,
         head_dim=head_dim,
         rms_norm_eps=text.rms_norm_eps,
         max_position_embeddings=text.max_position_embeddings,
         rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10_000.0)},
-        block_size=options.block_size,
-        min_block_size=options.min_block_size,
+        block_size=options.block_size + fill_in,
+        min_block_size=None if shortest is None else shortest + fill_in,
+        sample_from_anchor=not fill_in,
         mask_token_id=_mask_token(target),
         target_layer_ids=list(layers),
         num_target_layers=text.num_hidden_layers,
-        markov_head_type=options.markov_head,
+        markov_head_type=options.markov_head if is_dspark else "none",
         markov_rank=options.markov_rank,
+        enable_confidence_head=is_dspark,
         num_anchors=options.num_anchors,
         pad_token_id=target.config.pad_token_id,
         bos_token_id=target.config.bos_token_id,
@@ -247,7 +261,8 @@ def run_training(target: Target, options: TrainOptions, say=print) -> TrainRepor
         batch_size=options.batch_size,
         num_anchors=options.num_anchors,
         learning_rate=options.learning_rate,
-        block_sizes=(options.min_block_size, options.block_size) if options.min_block_size else None,
+        block_sizes=(config.min_block_size, config.block_size) if config.min_block_size else None,
+        loss_weights=METHODS[options.method],
         seed=options.seed,
     )
     trainer = Trainer(drafter, store, recipe, options.work_dir, held_out)

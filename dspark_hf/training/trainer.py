@@ -28,6 +28,7 @@ from .anchors import draw_anchors
 from .features import FeatureStore
 from .losses import LossWeights, expected_accept_length
 from .step import Batch, DraftTrainingStep, StepOutput, collate
+from .unroll import UnrolledTrainingStep
 
 logger = logging.get_logger(__name__)
 
@@ -104,7 +105,8 @@ class Trainer:
         optimizer = torch.optim.AdamW(
             parameters, lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay
         )
-        module = DraftTrainingStep(drafter, recipe.loss_weights)
+        step = UnrolledTrainingStep if drafter.config.is_autoregressive else DraftTrainingStep
+        module = step(drafter, recipe.loss_weights)
         self.module, self.optimizer = self.accelerator.prepare(module, optimizer)
         self.step = 0
         self.seconds = 0.0

@@ -1,0 +1,124 @@
+"""Eagle3's drafter: one autoregressive layer over (next token, target features), the baseline of the paper's Table 1.
+
+Owns: the layer, drafting token by token with its own K/V. Does not own: drawing a token (`drafting_dspark`), projecting the
+features and the final norm (`modeling_dspark`), training it (`training.unroll`).
+Axes: B sequences, S new context tokens, C context tokens so far, d hidden size, V_d draft vocabulary.
+Position i holds the features of token i with the embedding of token i + 1; its output predicts token i + 2. A drafted token
+stands with the layer's last output in place of features that do not exist yet.
+This file travels with a checkpoint (`auto_map`), so it imports only its neighbours `*_dspark.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+
+from .backbone_dspark import DSparkAttention, DSparkMLP, RMSNorm
+from .configuration_dspark import DSparkConfig
+from .drafting_dspark import DraftBlock, SequentialLoop, scores_dtype
+
+if TYPE_CHECKING:
+    from .modeling_dspark import DSparkDraftModel
+
+
+class Eagle3Layer(nn.Module):
+    """Attention over [embedding ; hidden state], both normed; the residual is the hidden state."""
+
+    def __init__(self, config: DSparkConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = DSparkAttention(config, layer_idx, input_size=2 * config.hidden_size)
+        self.mlp = DSparkMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def inputs(self, hidden_states: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+        """What the attention projects. Two of [B, Q, d] -> [B, Q, 2 d]"""
+        return torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden_states)], dim=-1)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [B, Q, d]
+        embeddings: torch.Tensor,  # [B, Q, d]
+        rope: tuple[torch.Tensor, torch.Tensor],
+        attend: Callable,  # as `DSparkAttention` takes it for a context
+    ) -> torch.Tensor:
+        attended = self.self_attn(self.inputs(hidden_states, embeddings), rope, attend, None)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+def draft_autoregressively(
+    model: DSparkDraftModel,
+    loop: SequentialLoop,
+    context_hidden_states: torch.Tensor,  # [B, S, m * d_target]
+    cache: Cache,
+    position_ids: torch.LongTensor | None,  # [B, S + limit] or more
+    attention_mask: torch.Tensor | None,  # [B, C + S + limit] or more, C the cached context, 0 = padding
+    limit: int,
+) -> DraftBlock:
+    """Take in the committed tokens, then draft up to `limit` more; the cache is left with the committed ones alone.
+
+    Features whose next token is not among the committed ids (a prompt given as `inputs_embeds`) are left out.
+    """
+    before, new = cache.get_seq_length(), min(context_hidden_states.shape[1], loop.prefix.shape[1])
+    context_hidden_states, unknown = context_hidden_states[:, -new:], context_hidden_states.shape[1] - new
+    if position_ids is not None:
+        position_ids = position_ids[:, unknown:]
+    else:
+        position_ids = torch.arange(before, before + new + limit, device=model.device).expand(len(loop.prefix), -1)
+    causal = torch.ones(new, before + new, dtype=torch.bool, device=model.device).tril(before)[None, None]
+    padding = None if attention_mask is None else attention_mask[:, unknown:].bool()[:, None, None]
+    if padding is not None:
+        causal = causal & padding[..., : before + new]
+    features = model.context_features(context_hidden_states)
+    drafted = 0
+    try:
+        hidden = _step(model, features, loop.prefix[:, -new:], position_ids[:, :new], cache, causal)[:, -1:]
+        logits = _scores(model, hidden)
+        for k in range(limit):
+            if not loop.step(hidden[:, 0], logits[:, 0]) or k == limit - 1:
+                break
+            drafted += 1
+            places = position_ids[:, new + k : new + k + 1]
+            seen = None if padding is None else padding[..., : before + new + drafted]
+            hidden = _step(model, hidden, loop.previous[:, None], places, cache, seen)
+            logits = _scores(model, hidden)
+    finally:
+        if surplus := cache.get_seq_length() - before - new:
+            cache.crop(-surplus)
+    return loop.block(cache, logits)
+
+
+def _scores(model: DSparkDraftModel, hidden: torch.Tensor) -> torch.Tensor:
+    logits = model.compute_logits(model.norm(hidden))
+    return logits.to(scores_dtype(logits))
+
+
+def _step(
+    model: DSparkDraftModel,
+    hidden_states: torch.Tensor,  # [B, Q, d]
+    input_ids: torch.LongTensor,  # [B, Q]
+    position_ids: torch.LongTensor,  # [B, Q]
+    cache: Cache,
+    mask: torch.Tensor | None,  # [B or 1, 1, Q, C + Q], bool
+) -> torch.Tensor:
+    """The layer over tokens that are appended to the cache. [B, Q, d]"""
+
+    def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
+        keys, values = cache.update(keys, values, 0)
+        output = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=queries.shape[1] != keys.shape[1]
+        )
+        return output.transpose(1, 2)
+
+    rope = model.rotary_emb(hidden_states, position_ids)
+    return model.layers[0](hidden_states, model.embed(input_ids), rope, attend)
+
+
+__all__ = ["Eagle3Layer", "draft_autoregressively"]
