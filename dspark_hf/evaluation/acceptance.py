@@ -149,13 +149,23 @@ def acceptance_figures(samples: Sequence[Sample], length: int) -> dict[str, Any]
     }
 
 
-def groups_of(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
-    """The samples of each domain, of each source in it, and all."""
+def by_source(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
+    """The samples of each source, named `domain/source`, or `domain` alone where the domain is its only source."""
+    sources: dict[str, set[str]] = {}
+    for s in samples:
+        sources.setdefault(s.domain, set()).add(s.source)
     groups: dict[str, list[Sample]] = {}
     for s in samples:
-        groups.setdefault(s.domain, []).append(s)
-        if s.source != s.domain:
-            groups.setdefault(f"{s.domain}/{s.source}", []).append(s)
+        name = s.domain if sources[s.domain] == {s.domain} else f"{s.domain}/{s.source}"
+        groups.setdefault(name, []).append(s)
+    return dict(sorted(groups.items()))
+
+
+def groups_of(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
+    """The samples of each domain, of each source in it, and all."""
+    groups = by_source(samples)
+    for domain in {s.domain for s in samples}:
+        groups[domain] = [s for s in samples if s.domain == domain]
     return dict(sorted(groups.items())) | {"all": list(samples)}
 
 

@@ -34,8 +34,12 @@ class Bootstrap:
             members = [self._column[index] for index, of in self._source.items() if of == source]
             self._weights[:, members] = generator.multinomial(size, np.full(size, 1 / size), size=_RESAMPLES)
 
+    def __len__(self) -> int:
+        """How many conversations."""
+        return len(self._source)
+
     def accept_lengths(self, samples: Sequence[Sample]) -> np.ndarray | None:
-        """τ of these samples (all those of some sources) in each resample, [R]; `None` where a source has a single conversation."""
+        """τ of these samples (all those of some sources) in each resample, [R]; `None` where a source has one conversation."""
         if not samples or any(self._sizes[self._source[s.index]] < 2 for s in samples):
             return None
         counts = np.zeros((2, len(self._column)))  # committed tokens and rounds of each conversation

@@ -16,7 +16,7 @@ enumerates both. All drafters meet the same texts, which takes out of their comp
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch

@@ -77,9 +77,9 @@ class Journal(Generic[Record]):
         self, kind: type[Record], file: Path | None, settings: dict[str, Any], conversations: Sequence[Conversation]
     ) -> None:
         self.file = file
-        known = [] if file is None else _read(kind, file, settings)
+        known: list[Record] = _read(kind, file, settings)
         self.done = {r.index for r in known if r.error is None and r.turn == len(conversations[r.index].later_turns)}
-        self.records = [r for r in known if r.index in self.done]
+        self.records: list[Record] = [r for r in known if r.index in self.done]
         if file is not None:
             write_text("".join(json.dumps(r) + "\n" for r in (settings, *map(asdict, self.records))), file)
 
@@ -91,9 +91,10 @@ class Journal(Generic[Record]):
                 lines.writelines(json.dumps(asdict(r)) + "\n" for r in records)
 
 
-def _read(kind: type[Record], file: Path, settings: dict[str, Any]) -> list[Record]:
-    if not file.exists():
-        return []
+def _read(kind: type[Record], file: Path | None, settings: dict[str, Any]) -> list[Record]:
+    records: list[Record] = []
+    if file is None or not file.exists():
+        return records
     header, *lines = file.read_text(encoding="utf-8").splitlines() or [""]
     try:
         same = json.loads(header) == settings
@@ -101,7 +102,6 @@ def _read(kind: type[Record], file: Path, settings: dict[str, Any]) -> list[Reco
         same = False
     if not same:
         raise ValueError(f"{file} was written with other settings or prompts. Remove it, or give another folder.")
-    records = []
     for line in lines:
         try:
             records.append(kind(**json.loads(line)))
