@@ -59,19 +59,19 @@ def _verdicts(temperature: str, compared: dict[str, Any]) -> list[str]:
 
 
 def comparison_table(summary: dict[str, Any]) -> Group:
-    """For each temperature: τ by group with half-widths of 95 % intervals and the ratios, then acceptance by position."""
+    """For each temperature: τ by group with half the width of a 95 % interval and the ratios with theirs, then the acceptance of
+    each position given the ones before."""
     length = max(summary["drafters"].values())
     positions = tuple(str(k + 1) for k in range(length))
     parts: list[Any] = []
     for temperature, compared in summary["temperatures"].items():
         groups = compared["groups"]
-        title = f"temperature {temperature}: τ, tokens committed a round (95 % intervals; {MACRO}: mean of the sources)"
+        title = f"temperature {temperature}: τ ± 95 %"
         taus = make_table(title, _tau_columns(list(summary["drafters"])))
         for row in _tau_rows(groups):
             taus.add_row(*row)
-        accepted = make_table(
-            f"temperature {temperature}: acceptance by position, given the ones before", ("drafter", *positions)
-        )
+        title = f"temperature {temperature}: acceptance by position"
+        accepted = make_table(title, ("drafter", *positions))
         for row in _position_rows(groups, length):
             accepted.add_row(*row)
         parts += [taus, accepted, *map(Text, _verdicts(temperature, compared))]
