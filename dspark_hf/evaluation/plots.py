@@ -96,15 +96,17 @@ def acceptance_curves(groups: dict[str, dict[str, Any]]):
 def position_curves(groups: dict[str, Any]):
     """Conditional acceptance of each position, a line for each drafter, a panel for each domain and for all (paper Fig. 2)."""
     names = [n for n, g in groups.items() if "/" not in n and "rounds" in next(iter(g["drafters"].values()))]
-    figure, axes = _figure(len(names), 3.6, 3.6)
+    length = max(len(d["acceptance_by_position"]) for d in groups["all"]["drafters"].values())
+    figure, axes = _figure(len(names), 3.4, 3.8)
     for axis, name in zip(axes, names):
         for i, (label, figures) in enumerate(groups[name]["drafters"].items()):
             points = [(k + 1, a) for k, a in enumerate(figures["acceptance_by_position"]) if a is not None]
             if points:
                 axis.plot(*zip(*points), color=_COLOURS[i % 7], marker=_MARKERS[i % 7], label=label)
-        axis.set(title=name, xlabel="position in the block", ylim=(0, 1))
+        axis.set(title=name, xlabel="position in the block", xticks=range(1, length + 1), ylim=(0, 1.02))
+        axis.set_xlim(0.5, length + 0.5)
     axes[0].set_ylabel("accepted, given that all before were")
-    axes[-1].legend(fontsize=8)
+    figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8)
     return figure
 
 
@@ -119,14 +121,14 @@ def accept_length_bars(temperatures: dict[str, Any]):
             values = [drafters[label]["accept_length"] for drafters in groups.values()]
             ends = [drafters[label]["accept_length_interval"] for drafters in groups.values()]
             errors = [
-                (0.0, 0.0) if end is None else (max(value - end[0], 0.0), max(end[1] - value, 0.0))
+                (np.nan, np.nan) if end is None else (max(value - end[0], 0.0), max(end[1] - value, 0.0))
                 for value, end in zip(values, ends)
             ]
             places = np.arange(len(groups)) + (i - (len(labels) - 1) / 2) * width
             axis.bar(places, values, width, color=_COLOURS[i % 7], label=label, yerr=np.transpose(errors), capsize=2)
         axis.set_xticks(range(len(groups)), list(groups))
         axis.set(title=f"temperature {temperature}", ylabel="τ, tokens committed a round")
-    axes[0].legend(fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8)
     return figure
 
 

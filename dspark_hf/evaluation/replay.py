@@ -100,12 +100,14 @@ class _TextDecoder:
             )
             self.asked[request] = index
         except ValueError as error:
-            self._fail(turn, error)
+            turn.error = _told(turn, error)
+            self._close(index)
 
     def _answered(self, index: int, output: RequestOutput) -> None:
         turn, later = self.turns[index][-1], self.conversations[index].later_turns
         if output.error is not None:
-            self._fail(turn, output.error)
+            turn.error = _told(turn, output.error)
+            self._close(index)
             return
         turn.answer_ids = output.token_ids
         if turn.turn == len(later):
@@ -118,14 +120,15 @@ class _TextDecoder:
         ]
         self._ask(index)
 
-    def _fail(self, turn: AnsweredTurn, error: Exception) -> None:
-        turn.error = f"{type(error).__name__}: {error}"
-        logger.warning(f"Prompt {turn.index + 1}, turn {turn.turn + 1} failed: {turn.error}")
-        self._close(turn.index)
-
     def _close(self, index: int) -> None:
         self.journal.add(self.turns.pop(index))
         self.bar.update()
+
+
+def _told(record: AnsweredTurn | Sample, error: Exception) -> str:
+    text = f"{type(error).__name__}: {error}"
+    logger.warning(f"Prompt {record.index + 1}, turn {record.turn + 1} failed: {text}")
+    return text
 
 
 # -- replaying -------------------------------------------------------------------------------------------------------
@@ -158,11 +161,16 @@ def replay_all(
         missing = {name: model for name, model in drafters.items() if index not in journals[name].done}
         samples: dict[str, list[Sample]] = {name: [] for name in missing}
         for turn in texts[index] if missing else ():
-            record = read_text(target, turn, list(missing.values()), options) if turn.error is None else None
+            record, fault = None, turn.error
+            if fault is None:
+                try:
+                    record = read_text(target, turn, list(missing.values()), options)
+                except (ValueError, RuntimeError) as error:
+                    fault = _told(turn, error)
             for name, model in missing.items():
                 if any(s.error is not None for s in samples[name]):
                     continue  # the rest of a conversation with a failed turn is left out
-                sample = Sample(index, turn.turn, conversation.domain, conversation.source, error=turn.error)
+                sample = Sample(index, turn.turn, conversation.domain, conversation.source, error=fault)
                 samples[name].append(sample)
                 if record is not None:
                     with using_policy(policy, target.model, model):
@@ -177,8 +185,7 @@ def _replay_into(sample: Sample, target: Target, drafter: DSparkDraftModel, reco
         sample.rounds, sample.logits = replay(target, drafter, record, seed)
         sample.tokens = record.num_answer
     except (ValueError, RuntimeError) as error:
-        sample.error = f"{type(error).__name__}: {error}"
-        logger.warning(f"Prompt {sample.index + 1}, turn {sample.turn + 1} failed: {sample.error}")
+        sample.error = _told(sample, error)
 
 
 @dataclass(frozen=True)
@@ -215,7 +222,7 @@ def read_text(
     read = ids[:, :-1]  # nothing follows the last token
     with tuned(model, drafters[0]), TargetTaps(model, layer_ids) as taps:
         logits = model(input_ids=read, use_cache=False, **keep).logits[0, -length:]
-        features = dict(zip(layer_ids, taps.take().chunk(len(layer_ids), dim=-1)))
+        features = dict(zip(layer_ids, taps.take(drafters[0].device).chunk(len(layer_ids), dim=-1)))
     probs = None
     if prepared.config.do_sample:
         scores = sampling.process_rows(prepared.processors, read, logits.to(scores_dtype(logits)))
