@@ -45,7 +45,7 @@ def test_resamples_are_of_conversations_within_their_source():
 def test_intervals_hold_the_truth_as_often_as_they_say():
     """Conversations with τ of their own around 2: about 95 % of the intervals hold the ratio of the expectations."""
     generator = np.random.default_rng(3)
-    held, trials = 0, 200
+    held, trials = 0, 100
     for trial in range(trials):
         rounds = generator.integers(5, 25, size=60)
         hardness = generator.gamma(8, 1 / 8, size=60)
