@@ -226,8 +226,8 @@ def evaluate(
     drafter: Annotated[
         list[str] | None,
         typer.Option(
-            help="Drafter: a Hub id or a folder; again for each one to compare, as name=path if you like. "
-            f"[default: {DEFAULT_DRAFTER}]"
+            help=f"Drafter: a Hub id or a folder ({DEFAULT_DRAFTER} where none is given); again for each one to compare, as "
+            "name=path if you like."
         ),
     ] = None,
     policy: Annotated[
