@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -217,19 +217,26 @@ def calibrate(
 
 @app.command(
     name="eval",
-    epilog="Example: dspark-hf eval --prompts gsm8k --limit 50 --temperature 1 --threshold-sweep --report out",
+    epilog="Example: dspark-hf eval --prompts gsm8k --limit 50 --temperature 1 --threshold-sweep --report out, or "
+    "dspark-hf eval --drafter ours=my-drafter --drafter theirs=other-drafter --temperature 1,0 --report out",
 )
 def evaluate(
     prompts: PromptsOption = None,
     target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = DEFAULT_DRAFTER,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Drafter: a Hub id or a folder ({DEFAULT_DRAFTER} where none is given); again for each one to compare, as "
+            "name=path if you like."
+        ),
+    ] = None,
     policy: Annotated[
         str,
         typer.Option(
             help="full (whole blocks), own (the drafter's), fixed:N, threshold:T, throughput, lagged, lookahead."
         ),
     ] = "full",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Annotated[str, typer.Option(help="0 is greedy; several with commas between them, e.g. 1,0.")] = "0",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 128,
     limit: LimitOption = None,
     threshold_sweep: Annotated[
@@ -243,8 +250,10 @@ def evaluate(
     dtype: DtypeOption = "auto",
     json_output: JsonFlag = False,
 ) -> None:
-    """Measure acceptance by domain and source: τ, acceptance by position, wasted drafts, reliability."""
+    """Measure acceptance by domain and source: τ, acceptance by position, wasted drafts, reliability; several drafters side by
+    side."""
     from ..evaluation.acceptance import collect
+    from ..evaluation.comparison import named_drafters
     from ..evaluation.completion import DecodingOptions
     from ..evaluation.policies import check_policy
     from ..evaluation.prompt_sets import load_conversations
@@ -253,33 +262,81 @@ def evaluate(
     from ..pairs import load_drafter, load_target
 
     at_least(max_new_tokens, 2, "--max-new-tokens")
-    at_least(temperature, 0, "--temperature")
+    temperatures = numbers(temperature, float, "--temperature")
+    for value in temperatures:
+        at_least(value, 0, "--temperature")
+    if not temperatures or len(set(temperatures)) < len(temperatures):
+        raise ValueError(f"--temperature takes one number or more, each once, got {temperature!r}.")
     at_least(1 if limit is None else limit, 1, "--limit")
     check_policy(policy)
+    named = named_drafters(drafter or [DEFAULT_DRAFTER])
+    several = len(named) > 1 or len(temperatures) > 1
     if threshold_sweep and policy != "full":
         raise ValueError(f"--threshold-sweep needs whole blocks: leave --policy at full, got {policy}.")
+    if threshold_sweep and several:
+        raise ValueError(
+            "--threshold-sweep is of one drafter at one temperature: give one --drafter and --temperature."
+        )
     if report is not None:
         need_modules("matplotlib")
     conversations = load_conversations(prompts, limit)
     loaded = load_target(target, device, dtype)
-    draft_model = load_drafter(drafter, loaded.model)
+    models = {label: load_drafter(path, loaded.model) for label, path in named.items()}
+    options = [DecodingOptions(max_new_tokens, value, seed=seed) for value in temperatures]
+    if several:
+        facts: dict[str, Any] = {"target": target, "drafters": named, "policy": policy, "prompts": prompts or "our own"}
+        facts |= {"tokens per answer at most": max_new_tokens, "seed": seed}
+        _compare(loaded, models, conversations, options, policy, facts, report, json_output)
+        return
+    ((label, draft_model),) = models.items()
     if threshold_sweep and draft_model.confidence_head is None:
         raise ValueError("--threshold-sweep needs a drafter with a confidence head.")
-    options = DecodingOptions(max_new_tokens, temperature, seed=seed)
     file = None if report is None else report / "rounds.jsonl"
-    samples = collect(loaded, draft_model, conversations, options, policy, file)
+    samples = collect(loaded, draft_model, conversations, options[0], policy, file)
     summary = summarise_evaluation(samples, draft_model, threshold_sweep)
     if report is not None:
-        facts = {"target": target, "drafter": drafter, "policy": policy, "temperature": temperature}
+        facts = {"target": target, "drafter": named[label], "policy": policy, "temperature": temperatures[0]}
         write_report(summary, samples, draft_model, facts, report)
     if json_output:
         out.print_json(data=summary)
     else:
         out.print(evaluation_table(summary))
-        if report is not None:
-            out.print(f"Report: {report / 'report.html'}", highlight=False, soft_wrap=True)
+        _say_where(report)
     failed = summary["groups"]["all"]["failed"]
     if failed:
         err.print(
             f"{failed} turns failed and are not in the figures (the JSON says why); run again with the same --report to retry."
         )
+
+
+def _compare(target, models, conversations, options, policy, facts, report: Path | None, json_output: bool) -> None:
+    from ..evaluation.comparison import compare, run_comparison, run_folder
+    from ..evaluation.comparison_report import comparison_table, write_comparison
+    from ..evaluation.summary import summarise_evaluation, write_report
+
+    results = run_comparison(target, models, conversations, options, policy, report)
+    summary = compare(results, models)
+    if report is not None:
+        write_comparison(summary, facts, report)
+        for temperature, runs in results.items():
+            for label, samples in runs.items():
+                of_run = {"target": target.name, "drafter": facts["drafters"][label], "policy": policy}
+                figures = summarise_evaluation(samples, models[label], sweep=False)
+                folder = run_folder(report, label, float(temperature))
+                write_report(figures, samples, models[label], of_run | {"temperature": temperature}, folder)
+    if json_output:
+        out.print_json(data={"facts": facts} | summary)
+    else:
+        out.print(comparison_table(summary))
+        _say_where(report)
+    for temperature, compared in summary["temperatures"].items():
+        if compared["left_out"]:
+            err.print(
+                f"Temperature {temperature}: {compared['left_out']} prompts failed under a drafter and are left out for all (the "
+                "JSON says why); run again with the same --report to retry."
+            )
+
+
+def _say_where(report: Path | None) -> None:
+    if report is not None:
+        out.print(f"Report: {report / 'report.html'}", highlight=False, soft_wrap=True)
