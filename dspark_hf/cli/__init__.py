@@ -9,10 +9,11 @@ import sys
 
 import typer
 
-from . import convert, generate, measure, publish, serve, train  # registers the commands, in the order of the help text
+# Registers the commands, in the order of the help text.
+from . import convert, drafters, generate, measure, publish, serve, train
 from .app import app, err
 
-__all__ = ["app", "convert", "generate", "main", "measure", "publish", "serve", "train"]
+__all__ = ["app", "convert", "drafters", "generate", "main", "measure", "publish", "serve", "train"]
 
 
 def main() -> None:

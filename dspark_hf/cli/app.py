@@ -21,7 +21,9 @@ out = Console(width=None if sys.stdout.isatty() else 130)
 err = Console(stderr=True)
 
 TargetOption = Annotated[str, typer.Option(help="Target model: a Hub id or a folder.")]
-DrafterOption = Annotated[str, typer.Option(help="Drafter: a Hub id or a folder.")]
+DrafterOption = Annotated[
+    str, typer.Option(help="Drafter: a Hub id or a folder; auto is the target's known one (see dspark-hf drafters).")
+]
 DtypeOption = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
 DeviceOption = Annotated[str | None, typer.Option(help="Device, e.g. cpu or cuda; an accelerator where there is one.")]
 
