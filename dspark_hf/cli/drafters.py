@@ -20,7 +20,12 @@ def drafters(
     if json_output:
         out.print_json(data=[asdict(known) for known in known_drafters()])
         return
-    table = Table("target (quantised copies too)", "drafter", "packaging", "licence", "note")
+    table = Table()
+    for column in ("target, quantised copies too", "drafter", "licence"):
+        table.add_column(column, no_wrap=True)
     for known in known_drafters():
-        table.add_row(known.target, known.drafter, known.packaging, known.licence, known.note)
+        table.add_row(known.target, known.drafter, known.licence)
     out.print(table)
+    for note in dict.fromkeys(known.note for known in known_drafters()):
+        names = ", ".join(known.drafter for known in known_drafters() if known.note == note)
+        out.print(f"{names}: {note}.", highlight=False, soft_wrap=True)
