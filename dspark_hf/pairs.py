@@ -6,10 +6,12 @@ Does not own: which drafters are known (`finding`), models and their checks (`mo
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +106,8 @@ def load_model(name: str = DEFAULT_TARGET, device: str | None = None, dtype: str
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted, **where)
+    with _without_own_code(name):
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted, trust_remote_code=False, **where)
     try:
         return model.to(place).eval()
     except (RuntimeError, AssertionError) as error:
@@ -118,7 +121,24 @@ def load_target(name: str = DEFAULT_TARGET, device: str | None = None, dtype: st
     for the default target on a CPU.
     """
     model, source = load_model(name, device, dtype), resolve_target(name)
-    return Target(name, model, AutoTokenizer.from_pretrained(source, **where_to_load(source, "target")))
+    where = where_to_load(source, "target")
+    with _without_own_code(name):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **where)
+    return Target(name, model, tokenizer)
+
+
+@contextlib.contextmanager
+def _without_own_code(name: str) -> Iterator[None]:
+    """Refuse a target that needs code of its own; transformers would ask, or name an argument that a command lacks."""
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"The target {name} needs code of its own (auto_map), which is not run here. Where you trust it, load it in Python "
+            "with trust_remote_code=True and give a drafter to its generate(assistant_model=...)."
+        ) from None
 
 
 def choose_drafter(name: str, target: str | PreTrainedModel) -> str:
