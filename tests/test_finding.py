@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import socket
 import subprocess
 import sys
 import zipfile
@@ -266,9 +267,12 @@ def test_unknown_target_is_refused_before_it_is_loaded(command, known, monkeypat
     (known / "Tiny-1B-Base" / "model.safetensors").unlink()
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "w5"}))
-    more = {"generate": ["--prompt", "w5"], "batch": ["--prompts", prompts], "serve": ["--port", 48123]}.get(
-        command, []
-    )
+    more = {"generate": ["--prompt", "w5"], "batch": ["--prompts", prompts]}.get(command, [])
+    if command == "serve":
+        for module in ("fastapi", "uvicorn", "prometheus_client"):
+            pytest.importorskip(module)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            more = ["--port", free.getsockname()[1]]
     code, _, err = run(monkeypatch, capsys, command, "--target", known / "Tiny-1B-Base", *more)
     assert code == 2
     assert "shape is that of me/Tiny-1B" in err

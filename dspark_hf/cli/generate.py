@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from ..finding import AUTO
 from ..pairs import DEFAULT_TARGET
@@ -42,7 +43,7 @@ def generate(
         out.print_json(data=result.to_dict())
         return
     if not stream:
-        out.print(result.text, markup=False, highlight=False)
+        out.print(result.text, highlight=False)
     err.print(
         f"{len(result.token_ids)} tokens, {result.tokens_per_second:.1f} tok/s, τ {result.accept_length:.2f}",
         highlight=False,
@@ -150,12 +151,12 @@ def race(
     for title, assistant in (("plain decoding", None), ("DSpark", draft_model)):
         out.rule(title)
         results.append(complete(loaded, prompt, options, assistant, stream=True))
-        out.print(f"[bold]{results[-1].tokens_per_second:.1f} tok/s[/bold]", highlight=False)
+        out.print(f"{results[-1].tokens_per_second:.1f} tok/s", style="bold", highlight=False)
     plain, fast = results
     out.rule("result")
     same = "the same tokens" if plain.token_ids == fast.token_ids else "DIFFERENT tokens (a tie? see dspark-hf bench)"
+    speedup = f"{fast.tokens_per_second / plain.tokens_per_second:.2f}×"
     out.print(
-        f"[bold]{fast.tokens_per_second / plain.tokens_per_second:.2f}×[/bold] the speed, {same}, "
-        f"τ {fast.accept_length:.2f} tokens a round",
+        Text.assemble((speedup, "bold"), f" the speed, {same}, τ {fast.accept_length:.2f} tokens a round"),
         highlight=False,
     )

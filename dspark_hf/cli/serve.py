@@ -58,12 +58,10 @@ def serve(
     loaded, draft_model = pair.target, pair.drafter
     engine = BatchEngine(loaded.model, draft_model, max_sequences=max_sequences, keep_finished=max_sequences)
     if host not in ("127.0.0.1", "localhost", "::1") and api_key is None:
-        err.print(f"[yellow]Anyone who reaches {host} can use this server: give --api-key.[/yellow]", highlight=False)
+        err.print(f"Anyone who reaches {host} can use this server: give --api-key.", style="yellow", highlight=False)
     limits = ServerLimits(max_body_bytes, max_answer_tokens, max_requests)
     place = f"[{host}]" if ":" in host else host
-    err.print(
-        f"{loaded.name} at http://{place}:{port}/v1 (Ctrl-C stops it)", highlight=False, markup=False, soft_wrap=True
-    )
+    err.print(f"{loaded.name} at http://{place}:{port}/v1 (Ctrl-C stops it)", highlight=False, soft_wrap=True)
     served = make_app(loaded, engine, api_key, limits)
     config = uvicorn.Config(served, log_level="warning", timeout_graceful_shutdown=30)
     uvicorn.Server(config).run(sockets=[listener])
