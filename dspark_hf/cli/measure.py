@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..pairs import DEFAULT_DRAFTER, DEFAULT_TARGET
+from ..finding import AUTO
+from ..pairs import DEFAULT_TARGET
 from .app import (
     DeviceOption,
     DrafterOption,
@@ -40,7 +41,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print the figures as JSO
 def bench(
     prompts: Annotated[Path | None, typer.Option(help="JSONL of prompts with 'domain'. [default: our own 24]")] = None,
     target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = DEFAULT_DRAFTER,
+    drafter: DrafterOption = AUTO,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     limit: Annotated[int | None, typer.Option(help="Only the first prompts of each domain.")] = None,
@@ -73,7 +74,7 @@ def bench(
     from ..evaluation.report import bench_table, concurrency_table
     from ..evaluation.speed import run_bench, step_seconds, summarise
     from ..files import write_json
-    from ..pairs import load_drafter, load_target
+    from ..pairs import load_pair
     from ..scheduling.admission import FixedLength
 
     at_least(max_new_tokens, 2, "--max-new-tokens")
@@ -92,8 +93,8 @@ def bench(
     names = numbers(policies, str, "--policies") or (("fixed:1", "fixed:3", "fixed:7") if levels else ())
     for name in names:
         check_policy(name)
-    loaded = load_target(target, device, dtype)
-    draft_model = load_drafter(drafter, loaded.model)
+    pair = load_pair(target, drafter, device, dtype)
+    loaded, draft_model = pair.target, pair.drafter
     draft_model.skinny_linear = not stock_layers
     if draft_tokens is not None:
         draft_model.admission = FixedLength(draft_tokens)
@@ -121,7 +122,7 @@ def bench(
 @app.command(epilog="Example: dspark-hf profile --max-rows 16 --depths 128,1024 --plot curve.png")
 def profile(
     target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = DEFAULT_DRAFTER,
+    drafter: DrafterOption = AUTO,
     max_rows: Annotated[int, typer.Option(help="Most tokens in one forward.")] = 64,
     depths: Annotated[str, typer.Option(help="Tokens of context before them.")] = "128,1024,4096",
     sweeps: Annotated[int, typer.Option(help="Repeats of every measurement, interleaved.")] = 5,
@@ -135,14 +136,14 @@ def profile(
 
     from ..decoding.profiling import ProfilePlan, measure_step_rates
     from ..evaluation.report import step_rate_table
-    from ..pairs import load_drafter, load_target
+    from ..pairs import load_pair
 
     at_least(max_rows, 1, "--max-rows")
     plan = ProfilePlan(tuple(range(1, max_rows + 1)), numbers(depths, int, "--depths"), sweeps)
     if plot is not None:
         need_modules("matplotlib")
-    loaded = load_target(target, device, dtype)
-    draft_model = load_drafter(drafter, loaded.model)
+    pair = load_pair(target, drafter, device, dtype)
+    loaded, draft_model = pair.target, pair.drafter
     rates = measure_step_rates(loaded.model, draft_model, plan)
     try:
         place = f"Kept in {rates.save()}."
@@ -163,7 +164,7 @@ def profile(
 def calibrate(
     prompts: PromptsOption = None,
     target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = DEFAULT_DRAFTER,
+    drafter: DrafterOption = AUTO,
     out_folder: Annotated[
         Path | None, typer.Option("--out", help="Folder for the calibrated drafter. [default: the drafter's own]")
     ] = None,
@@ -184,17 +185,18 @@ def calibrate(
     from ..evaluation.completion import DecodingOptions
     from ..evaluation.prompt_sets import load_conversations
     from ..evaluation.report import calibration_table
-    from ..pairs import drafter_folder, load_drafter, load_target
+    from ..pairs import choose_drafter, drafter_folder, load_pair
 
     at_least(max_new_tokens, 8, "--max-new-tokens")
     at_least(temperature, 0, "--temperature")
     at_least(1 if limit is None else limit, 1, "--limit")
     need_modules("sklearn", *(["matplotlib"] if report is not None else []))
+    drafter = choose_drafter(drafter, target)
     source = drafter_folder(drafter)
     destination = check_destination(source, out_folder)
     conversations = load_conversations(prompts, limit)
-    loaded = load_target(target, device, dtype)
-    draft_model = load_drafter(drafter, loaded.model)
+    pair = load_pair(target, drafter, device, dtype)
+    loaded, draft_model = pair.target, pair.drafter
     options = DecodingOptions(max_new_tokens, temperature, seed=seed)
     rounds_file = None if report is None else report / "rounds.jsonl"
     result = run_calibration(loaded, draft_model, conversations, options, rounds_file)
@@ -226,8 +228,8 @@ def evaluate(
     drafter: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Drafter: a Hub id or a folder ({DEFAULT_DRAFTER} where none is given); again for each one to compare, as "
-            "name=path if you like."
+            help="Drafter: a Hub id or a folder, or auto (the known one of the target, also where none is given); again for each "
+            "one to compare, as name=path if you like."
         ),
     ] = None,
     policy: Annotated[
@@ -259,7 +261,7 @@ def evaluate(
     from ..evaluation.prompt_sets import load_conversations
     from ..evaluation.report import evaluation_table
     from ..evaluation.summary import summarise_evaluation, write_report
-    from ..pairs import load_drafter, load_target
+    from ..pairs import choose_drafter, load_drafter, load_target
 
     at_least(max_new_tokens, 2, "--max-new-tokens")
     temperatures = numbers(temperature, float, "--temperature")
@@ -269,7 +271,8 @@ def evaluate(
         raise ValueError(f"--temperature takes one number or more, each once, got {temperature!r}.")
     at_least(1 if limit is None else limit, 1, "--limit")
     check_policy(policy)
-    named = named_drafters(drafter or [DEFAULT_DRAFTER])
+    given = [choose_drafter(text, target) for text in drafter or [AUTO]]
+    named = {label: choose_drafter(path, target) for label, path in named_drafters(given).items()}
     several = len(named) > 1 or len(temperatures) > 1
     if threshold_sweep and policy != "full":
         raise ValueError(f"--threshold-sweep needs whole blocks: leave --policy at full, got {policy}.")
