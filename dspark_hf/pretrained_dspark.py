@@ -116,6 +116,14 @@ class DSparkPreTrainedModel(PreTrainedModel):
                         f"{name} says that its draft vocabulary is the target's whole one, but its d2t maps tokens to others."
                     )
 
+        if self.d2t is not None:
+            ids = self.draft_token_ids()
+            if bool((ids < 0).any() or (ids >= self.config.vocab_size).any()) or len(ids.unique()) < len(ids):
+                raise ValueError(
+                    f"{name} has a d2t that names tokens twice or outside the vocabulary of {self.config.vocab_size}. Its "
+                    "values are offsets: target id = draft id + d2t[draft id]."
+                )
+
     def save_pretrained(self, save_directory, *args: Any, **kwargs: Any) -> None:
         """As in transformers, and the generation config (`num_assistant_tokens`, `assistant_confidence_threshold`) too."""
         self.config.has_own_embeddings = self.embed_tokens is not None  # dropped where they were the target's

@@ -365,3 +365,17 @@ def test_causal_full_layers(target):
     first, second = (drafter(input_ids=x, context_hidden_states=HIDDEN).logits for x in (ids, later))
     torch.testing.assert_close(first[:, :3], second[:, :3])
     assert not torch.allclose(first[:, 3], second[:, 3])
+
+
+@pytest.mark.parametrize(
+    "offsets", [2 - torch.arange(9), torch.full((9,), 20), torch.full((9,), -1)], ids=["twice", "high", "low"]
+)
+def test_draft_vocabulary_that_is_none(tmp_path, target, offsets):
+    """Twice the same token would not be drawn with the probability that is reported."""
+    drafter = make_drafter(target, draft_vocab_size=9)
+    folder = tmp_path / "x"
+    drafter.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"d2t": offsets}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="d2t"):
+        DSparkDraftModel.from_pretrained(folder)

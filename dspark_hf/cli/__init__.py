@@ -9,10 +9,18 @@ import sys
 
 import typer
 
-from . import convert, generate, measure, publish, serve, train  # registers the commands, in the order of the help text
+from . import (
+    convert,
+    doctor,
+    generate,
+    measure,
+    publish,
+    serve,
+    train,
+)  # registers the commands, in the order of the help text
 from .app import app, err
 
-__all__ = ["app", "convert", "generate", "main", "measure", "publish", "serve", "train"]
+__all__ = ["app", "convert", "doctor", "generate", "main", "measure", "publish", "serve", "train"]
 
 
 def main() -> None:
