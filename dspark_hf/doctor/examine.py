@@ -50,7 +50,7 @@ def _pair(source: str, target: Target, drafter: DSparkDraftModel) -> list[Check]
     before = checks.own_weights(drafter)
     made = checks.fit(target, drafter, mistakes)
     made.append(checks.tokenizer(source, target, drafter, mistakes))
-    made.append(checks.likely("rope", "nothing odd in the config", [m for m in mistakes if m.subject == "rope"]))
+    made.append(checks.likely("rope in the config", "nothing odd", [m for m in mistakes if m.subject == "rope"]))
     if all(check.status != FAILED for check in made):
         made.append(checks.shared_weights(before, checks.own_weights(drafter)))
         made += checks.memory(target, drafter)

@@ -25,12 +25,8 @@ _KINDS = {
 
 def probed(result: ProbeResult) -> list[Check]:
     """The checks of a probe; of several better readings the best one fails, as it may explain the others."""
-    better = [other for other in result.others if other.is_better]
-    best = max(better, key=lambda other: other.gain, default=None)
-    checks = [_acceptance(result, best)]
-    for kind in _KINDS:
-        checks.append(_reading(result, kind, best))
-    return [*checks, _vocabulary(result)]
+    best = result.best
+    return [_acceptance(result, best), *(_reading(result, kind, best) for kind in _KINDS), _vocabulary(result)]
 
 
 def _acceptance(result: ProbeResult, best: Comparison | None) -> Check:
@@ -77,8 +73,8 @@ def _reading(result: ProbeResult, kind: str, best: Comparison | None) -> Check:
             for other in others
         ],
     }
-    top = max(others, key=lambda other: other.gain)
-    if not top.is_better:
+    top = best if best in others else max(others, key=lambda other: other.gain)
+    if top is not best and not top.is_better:
         tried = ", ".join(f"{other.reading.name} {other.acceptance:.3f}" for other in others)
         return Check(name, OK, f"{result.configured.acceptance:.3f} as configured; no better: {tried}", details=details)
     found = (

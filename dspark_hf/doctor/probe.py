@@ -37,6 +37,7 @@ _AT_ONCE = 12
 _STRIDE = 3  # tokens between anchors: neighbouring blocks tell almost the same
 _GROUP = 8  # blocks that follow each other count as one observation
 _ROPE_BASES = (1e4, 1e5, 1e6, 5e6)
+_LIKELY_ERRORS = 2.0
 _CLEAR_ERRORS, _CLEAR_GAIN = 3.5, 0.004  # a better reading gains so many standard errors, and so much acceptance
 BLOCK_FORMS = ("qwen3", "gemma4")
 
@@ -99,6 +100,14 @@ class ProbeResult:
     others: list[Comparison]
     coverage: float
     tokens: int
+
+    @property
+    def best(self) -> Comparison | None:
+        """The reading that gains most, where any is clearly better: what is further off blurs what is less so."""
+        if not any(other.is_better for other in self.others):
+            return None
+        likely = [other for other in self.others if other.gain > _LIKELY_ERRORS * other.error]
+        return max(likely, key=lambda other: other.gain)
 
 
 def probe_texts(target: Target) -> list[Answer]:
