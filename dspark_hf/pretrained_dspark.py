@@ -67,7 +67,7 @@ class DSparkPreTrainedModel(PreTrainedModel):
         """
         name = pretrained_model_name_or_path
         wants_info = kwargs.pop("output_loading_info", False)
-        kwargs["use_safetensors"] = True
+        kwargs |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # `_check_weights` refuses those
         hub = {k: kwargs[k] for k in _HUB_OPTIONS if k in kwargs}
         try:
             files: list[str] = []
@@ -99,6 +99,12 @@ class DSparkPreTrainedModel(PreTrainedModel):
             if key in missing:
                 missing.discard(key)
                 setattr(self, part, None)
+        if info["mismatched_keys"]:
+            key, stored, wanted = min(info["mismatched_keys"])
+            raise ValueError(
+                f"The weights of {name} do not fit its config: {key} is {list(stored)}, by the config it would be "
+                f"{list(wanted)} ({len(info['mismatched_keys'])} such weights). Mend config.json."
+            )
         if missing:
             raise ValueError(f"{name} lacks weights of a DSpark drafter: {', '.join(sorted(missing))}.")
         # A weight that nothing reads would change the draft: the layers are of another form than the config says.

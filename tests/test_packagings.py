@@ -379,3 +379,11 @@ def test_draft_vocabulary_that_is_none(tmp_path, target, offsets):
     save_file(weights | {"d2t": offsets}, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="d2t"):
         DSparkDraftModel.from_pretrained(folder)
+
+
+def test_a_config_that_does_not_fit_the_weights(tmp_path, target):
+    make_drafter(target).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"markov_rank": 5}))
+    with pytest.raises(ValueError, match=r"confidence_head.proj.weight is \[1, 38\]"):
+        DSparkDraftModel.from_pretrained(tmp_path)

@@ -142,7 +142,7 @@ def copied_drafter(folder, tensors=None, **config):
     source = Path(drafter_folder(DEFAULT_DRAFTER))
     folder.mkdir()
     stored = json.loads((source / "config.json").read_text())
-    without_calibration = {name: None for name in CALIBRATION_FIELDS} if config else {}
+    without_calibration = dict.fromkeys(CALIBRATION_FIELDS) if config else {}
     (folder / "config.json").write_text(json.dumps(stored | without_calibration | config))
     weights = load_file(source / "model.safetensors")
     save_file(weights | (tensors or {}), folder / "model.safetensors", metadata={"format": "pt"})
