@@ -13,8 +13,10 @@ from typing import Any
 import transformers
 from transformers import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.utils import logging
 
 from ..modeling_dspark import DSparkDraftModel
+from .likely_mistakes import likely_mistakes
 from .loop import speculative_decoding
 from .targets import check_layer_ids
 
@@ -27,6 +29,7 @@ _DECODE_ARGUMENTS = {
     "streamer",
 }
 _MARK = "_dspark_wrapped"
+logger = logging.get_logger(__name__)
 
 
 def _unsupported() -> ValueError:
@@ -37,7 +40,7 @@ def _unsupported() -> ValueError:
 
 
 def check_pair(target, drafter: DSparkDraftModel) -> None:
-    """Refuse a target that the drafter can't serve.
+    """Refuse a target that the drafter can't serve; warn once of what is likely a mistake.
 
     Raises:
         ValueError: encoder-decoder target, other vocabulary or hidden size, a tapped layer the target lacks.
@@ -48,13 +51,20 @@ def check_pair(target, drafter: DSparkDraftModel) -> None:
         )
     drafter.bind_target(target)
     check_layer_ids(target, drafter.config.target_layer_ids)
+    for mistake in likely_mistakes(target, drafter):
+        logger.warning_once(f"{mistake.found} {mistake.advice} `dspark-hf doctor` tells more.")
+
+
+def is_installed() -> bool:
+    """Whether `generate()` understands drafters with the transformers that is installed."""
+    return getattr(getattr(GenerationMixin, "_assisted_decoding", None), _MARK, False)
 
 
 def install() -> None:
     """Wrap `GenerationMixin` once; calling it again changes nothing."""
     decode: Any = getattr(GenerationMixin, "_assisted_decoding", None)
     validate: Any = getattr(GenerationMixin, "_validate_generation_mode", None)
-    if getattr(decode, _MARK, False):
+    if is_installed():
         return
     usable = decode is not None and validate is not None and hasattr(GenerationMixin, "_prefill")
     usable = usable and set(inspect.signature(decode).parameters) >= _DECODE_ARGUMENTS

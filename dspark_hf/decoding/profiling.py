@@ -117,11 +117,11 @@ def measure_step_rates(
     """
     drafter.bind_target(target)
     rows = sorted({1, *plan.rows})
-    room = _context_length(target) - max(rows)
+    room = context_length(target) - max(rows)
     depths = sorted({min(d, room) for d in plan.depths})
     if room < 1:
         raise ValueError(
-            f"The target's context of {_context_length(target)} tokens has no room for {max(rows)} in one forward."
+            f"The target's context of {context_length(target)} tokens has no room for {max(rows)} in one forward."
         )
     with tuned(target, drafter):
         runs: dict[tuple, Callable[[], None]] = {}
@@ -196,7 +196,7 @@ def _spread(values: Sequence[float]) -> float:
     return quarters[2] - quarters[0]
 
 
-def _context_length(target: PreTrainedModel) -> int:
+def context_length(target: PreTrainedModel) -> int:
     """The target's longest context in tokens; very long where its config names none (ALiBi, recurrent models)."""
     return target.config.get_text_config().to_dict().get("max_position_embeddings") or 1 << 30
 

@@ -44,6 +44,14 @@ def check_layer_ids(target: PreTrainedModel, layer_ids: Sequence[int]) -> None:
         )
 
 
+def eos_ids(target: PreTrainedModel) -> set[int]:
+    """The ids at which the target's generation ends, from its generation config."""
+    ids = target.generation_config.eos_token_id
+    if ids is None:
+        return set()
+    return set(ids) if isinstance(ids, (list, tuple)) else {ids}
+
+
 class TargetTaps:
     """Context manager that records the outputs of `layer_ids` (id i = output of layer i, -1 = embeddings)."""
 

@@ -19,13 +19,14 @@ import torch
 from transformers import PreTrainedModel
 
 from ..configuration_dspark import DSparkConfig
+from ..decoding.targets import eos_ids
 from ..files import move_files, refuse_other_models
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
 from .features import FeatureStore, compute_features
 from .losses import LossWeights
 from .prompts import AnswerPlan, Prompt, load_prompts, plan_answers
-from .responses import Answer, eos_ids, invent_prompts, missing_answers, read_answers, write_answers
+from .responses import Answer, invent_prompts, missing_answers, read_answers, write_answers
 from .trainer import Evaluation, Trainer, TrainingRecipe, mixed_precision
 from .unroll import EAGLE3_LOSS
 
