@@ -16,6 +16,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ..modeling_dspark import DSparkDraftModel
 from .loop import speculative_decoding
+from .rewinding import check_rewinding
 from .targets import check_layer_ids
 
 _DECODE_ARGUMENTS = {
@@ -40,7 +41,8 @@ def check_pair(target, drafter: DSparkDraftModel) -> None:
     """Refuse a target that the drafter can't serve.
 
     Raises:
-        ValueError: encoder-decoder target, other vocabulary or hidden size, a tapped layer the target lacks.
+        ValueError: encoder-decoder target, other vocabulary or hidden size, a tapped layer the target lacks, a recurrent
+            state that can't be put back.
     """
     if target.config.is_encoder_decoder:
         raise ValueError(
@@ -48,6 +50,7 @@ def check_pair(target, drafter: DSparkDraftModel) -> None:
         )
     drafter.bind_target(target)
     check_layer_ids(target, drafter.config.target_layer_ids)
+    check_rewinding(target)
 
 
 def install() -> None:
@@ -87,6 +90,8 @@ def install() -> None:
             if not generation_config.use_cache:
                 raise ValueError("A DSpark drafter needs the target's cache; leave use_cache at True.")
             check_pair(self, drafter)
+            if self._is_stateful:  # refused for every assistant; ours puts the state back, as `check_pair` has found
+                generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
         return validate(self, generation_mode, generation_config, generation_mode_kwargs)
 
     setattr(assisted_decoding, _MARK, True)

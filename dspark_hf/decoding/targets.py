@@ -44,6 +44,12 @@ def check_layer_ids(target: PreTrainedModel, layer_ids: Sequence[int]) -> None:
         )
 
 
+def has_bounded_time_step(target: PreTrainedModel) -> bool:
+    """Whether a Mamba-2 layer bounds its time step from below; transformers does so for several tokens at once only."""
+    limits = [vars(module).get("time_step_limit") for module in target.modules()]
+    return any(limit is not None and limit[0] > 0 for limit in limits)
+
+
 class TargetTaps:
     """Context manager that records the outputs of `layer_ids` (id i = output of layer i, -1 = embeddings)."""
 
