@@ -79,7 +79,7 @@ class _Loop:
                 features = taps.take(self.drafter.device)
                 synchronize(input_ids.device)
             cache = cache_of(outputs)
-            rewinder = Rewinder(cache, type(self.target).__name__)
+            rewinder = Rewinder(cache, self.target)
             self.stats.prompt_tokens = features.shape[1]
             candidates.observe(
                 features if real is None else features[:, real[-features.shape[1] :].to(features.device)]

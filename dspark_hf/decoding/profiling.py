@@ -228,7 +228,7 @@ def _filled_cache(target: PreTrainedModel, depth: int) -> DynamicCache:
 
 def _target_run(target: PreTrainedModel, cache: DynamicCache, rows: int) -> Callable[[], None]:
     ids = torch.ones(1, rows, dtype=torch.long, device=target.device)
-    rewinder = Rewinder(cache, type(target).__name__)
+    rewinder = Rewinder(cache, target)
 
     def run() -> None:
         rewinder.hold()

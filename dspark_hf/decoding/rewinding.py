@@ -20,7 +20,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from .compat import CACHE_ARGUMENT
-from .targets import has_bounded_time_step
+from .targets import cross_attention_layers, has_bounded_time_step
 
 _CHECKED = "_dspark_rewinding_checked"
 _STATES = ("conv_states", "recurrent_states")  # written in place
@@ -41,18 +41,18 @@ class Rewinder:
         ValueError: a layer can be neither cropped nor restored.
     """
 
-    def __init__(self, cache: Cache, owner: str) -> None:
+    def __init__(self, cache: Cache, target: PreTrainedModel) -> None:
         self.lag = 0
-        self._recurrent = [layer for layer in cache.layers if _is_recurrent(layer)]
-        self._others = [layer for layer in cache.layers if not _is_recurrent(layer)]
+        fixed = cross_attention_layers(target)
+        layers = [layer for i, layer in enumerate(cache.layers) if i not in fixed]
+        self._recurrent = [layer for layer in layers if _is_recurrent(layer)]
+        self._others = [layer for layer in layers if not _is_recurrent(layer)]
         self._held: list[dict[str, Any]] = []
         usable = all(layer.is_croppable for layer in self._others)
         # A static layer of both kinds writes its keys in place, and a subclass may keep more than its layers.
         usable = usable and (type(cache) is DynamicCache if self._recurrent else cache.is_croppable)
         if not usable:
-            raise _unusable(
-                owner, f"it keeps a {type(cache).__name__} with layers that can be neither cropped nor copied"
-            )
+            raise _unusable(target, f"a {type(cache).__name__} with layers that can be neither cropped nor copied")
         for layer in self._others:
             # Only now: the prefill may drop what lies outside of a window.
             if hasattr(layer, "activate_past_recording"):
@@ -97,9 +97,9 @@ def _is_recurrent(layer: Any) -> bool:
     return isinstance(layer, LinearAttentionCacheLayerMixin) and any(layer.is_recurrent_states_initialized.values())
 
 
-def _unusable(owner: str, reason: str) -> ValueError:
+def _unusable(target: PreTrainedModel, reason: str) -> ValueError:
     return ValueError(
-        f"{owner} has a recurrent state that can't be rewound, so drafts can't be verified with it: {reason}. Decode it "
+        f"{type(target).__name__} keeps a state that can't be rewound, so drafts can't be verified with it: {reason}. Decode it "
         "without assistant_model."
     )
 
@@ -111,28 +111,27 @@ def check_rewinding(target: PreTrainedModel) -> None:
     Raises:
         ValueError: a state of a kind that we do not know, or one from which the target does not read on rightly.
     """
-    name = type(target).__name__
     if not target._supports_default_dynamic_cache():
-        raise _unusable(name, "it is kept outside of transformers' caches")
+        raise _unusable(target, "it is kept outside of transformers' caches")
     if not target._is_stateful or getattr(target, _CHECKED, False):
         return
     if has_bounded_time_step(target):
-        raise _unusable(name, "it bounds its time step where it reads several tokens, and not where it reads one")
+        raise _unusable(target, "it bounds its time step where it reads several tokens, and not where it reads one")
     ids = torch.arange(2, 11, device=target.device)[None] % target.config.get_text_config().vocab_size
-    with _refusing(name):
+    with _refusing(target):
         cache = _new_cache(target)
         wanted = torch.cat([_read(target, cache, part) for part in (ids[:, :3], *ids[:, 3:].split(1, dim=1))])
     if foreign := {type(layer).__name__ for layer in cache.layers if type(layer).__module__ != Cache.__module__}:
-        raise _unusable(name, f"its {', '.join(sorted(foreign))} is a cache of its own kind")
+        raise _unusable(target, f"its {', '.join(sorted(foreign))} is a cache of its own kind")
     if not any(isinstance(vars(layer).get("keys"), torch.Tensor) for layer in cache.layers):
-        raise _unusable(name, "without a layer of attention its cache does not tell how many tokens it has read")
-    Rewinder(cache, name)
-    with _refusing(name):
-        got = _rewound_logits(target, ids, name)
+        raise _unusable(target, "without a layer of attention its cache does not tell how many tokens it has read")
+    Rewinder(cache, target)
+    with _refusing(target):
+        got = _rewound_logits(target, ids)
     spread, tolerance = float(wanted.std()), _TOLERANCE if target.dtype.itemsize > 2 else _HALF_TOLERANCE
     if not torch.allclose(wanted[3:], got, atol=tolerance * spread, rtol=0.0):
         raise _unusable(
-            name,
+            target,
             "reading several tokens at once gives other logits than one at a time (off by "
             f"{float((wanted[3:] - got).abs().max()) / spread:.2g} of their spread)",
         )
@@ -140,19 +139,19 @@ def check_rewinding(target: PreTrainedModel) -> None:
 
 
 @contextmanager
-def _refusing(name: str) -> Iterator[None]:
+def _refusing(target: PreTrainedModel) -> Iterator[None]:
     """What a target of its own kind raises is the reason why it is refused."""
     try:
         yield
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise _unusable(name, " ".join(str(error).split())[:200]) from error
+        raise _unusable(target, " ".join(str(error).split())[:200]) from error
 
 
-def _rewound_logits(target: PreTrainedModel, ids: torch.LongTensor, name: str) -> torch.Tensor:
+def _rewound_logits(target: PreTrainedModel, ids: torch.LongTensor) -> torch.Tensor:
     """Of all but the first three of `ids` [1, 9]: a round of which two tokens fall, and one that reads what stood again."""
     cache = _new_cache(target)
     _read(target, cache, ids[:, :3])
-    rewinder = Rewinder(cache, name)
+    rewinder = Rewinder(cache, target)
     rewinder.hold()
     first = _read(target, cache, torch.cat([ids[:, 3:5], ids[:, :2]], dim=1))
     rewinder.settle(rows=4, committed=2)

@@ -44,6 +44,11 @@ def check_layer_ids(target: PreTrainedModel, layer_ids: Sequence[int]) -> None:
         )
 
 
+def cross_attention_layers(target: PreTrainedModel) -> set[int]:
+    """Layers whose keys and values are those of an image, not of tokens."""
+    return set(target.config.get_text_config().to_dict().get("cross_attention_layers") or ())
+
+
 def has_bounded_time_step(target: PreTrainedModel) -> bool:
     """Whether a Mamba-2 layer bounds its time step from below; transformers does so for several tokens at once only."""
     limits = [vars(module).get("time_step_limit") for module in target.modules()]
