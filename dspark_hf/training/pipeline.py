@@ -22,7 +22,7 @@ from ..configuration_dspark import DSparkConfig
 from ..files import move_files, refuse_other_models
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
-from .features import FeatureStore, compute_features
+from .features import FeatureStore, check_logits, compute_features
 from .prompts import AnswerPlan, Prompt, load_prompts, plan_answers
 from .responses import Answer, eos_ids, invent_prompts, missing_answers, read_answers, write_answers
 from .trainer import Evaluation, Trainer, TrainingRecipe, mixed_precision
@@ -220,6 +220,7 @@ def prepare_folders(options: TrainOptions) -> None:
 
 def run_training(target: Target, options: TrainOptions, say=print) -> TrainReport:
     """All stages; each goes on where an earlier run was stopped. `say` prints a line to the user."""
+    check_logits(target.model)
     prepare_folders(options)
     torch.manual_seed(options.seed)
     config = drafter_config(target.model, options, target.name)
