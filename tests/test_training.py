@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from conftest import make_drafter, make_target, make_tokenizer, prompt_ids
-from tiny_targets import make_hybrid
+from tiny_targets import make_hybrid, make_vision_target
 
 from dspark_hf.pairs import Target
 from dspark_hf.texts import messages_of
@@ -239,10 +239,16 @@ def test_frequent_tokens():
     assert frequent_tokens(answers, 5, 24).tolist() == [0, 1, 4, 9, 11]
 
 
-def test_whole_pipeline(tmp_path):
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "lfm2", "llava"])
+def test_whole_pipeline(family, tmp_path):
     from dspark_hf import DSparkDraftModel
 
-    model = make_target(dtype=torch.float32)
+    if family == "llama":
+        model = make_target(dtype=torch.float32)
+    elif family == "llava":
+        model = make_vision_target(family, dtype=torch.float32).model
+    else:
+        model = make_hybrid(family, dtype=torch.float32)
     model.generation_config.eos_token_id = 3
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"w{6 + i} w{7 + i}"}) for i in range(8)))

@@ -46,7 +46,8 @@ class Rewinder:
         fixed = cross_attention_layers(target)
         layers = [layer for i, layer in enumerate(cache.layers) if i not in fixed]
         self._recurrent = [layer for layer in layers if _is_recurrent(layer)]
-        self._others = [layer for layer in layers if not _is_recurrent(layer)]
+        # A layer that never holds anything can't always be cropped.
+        self._others = [x for x in layers if not _is_recurrent(x) and vars(x).get("is_initialized", True)]
         self._held: list[dict[str, Any]] = []
         usable = all(layer.is_croppable for layer in self._others)
         # A static layer of both kinds writes its keys in place, and a subclass may keep more than its layers.

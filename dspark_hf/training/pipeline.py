@@ -37,6 +37,7 @@ _WORK_FILES = (
     "training_state.pt",
     "training_log.jsonl",
 )
+_NORM_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")  # the families' names for it
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,9 @@ def default_target_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
 def drafter_config(target: PreTrainedModel, options: TrainOptions, name: str) -> DSparkConfig:
     """A drafter's config for this target: its widths, heads and rope, the options' depth and heads."""
     text = target.config.get_text_config()
-    head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
-    rope = text.to_dict().get("rope_parameters") or {}
+    record = text.to_dict()
+    head_dim = record.get("head_dim") or text.hidden_size // text.num_attention_heads
+    rope = record.get("rope_parameters") or {}
     vocab = options.draft_vocab_size or text.vocab_size
     layers = options.target_layers or default_target_layers(text.num_hidden_layers)
     return DSparkConfig(
@@ -110,7 +112,7 @@ def drafter_config(target: PreTrainedModel, options: TrainOptions, name: str) ->
         num_attention_heads=text.num_attention_heads,
         num_key_value_heads=text.num_key_value_heads,
         head_dim=head_dim,
-        rms_norm_eps=text.rms_norm_eps,
+        rms_norm_eps=next((record[name] for name in _NORM_EPS if name in record), 1e-6),
         max_position_embeddings=text.max_position_embeddings,
         rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10_000.0)},
         block_size=options.block_size,
@@ -121,9 +123,9 @@ def drafter_config(target: PreTrainedModel, options: TrainOptions, name: str) ->
         markov_head_type=options.markov_head,
         markov_rank=options.markov_rank,
         num_anchors=options.num_anchors,
-        pad_token_id=target.config.pad_token_id,
-        bos_token_id=target.config.bos_token_id,
-        eos_token_id=target.config.eos_token_id,
+        pad_token_id=text.pad_token_id,
+        bos_token_id=text.bos_token_id,
+        eos_token_id=text.eos_token_id,
         target_model_name_or_path=name,
     )
 
