@@ -190,6 +190,7 @@ def test_settling_puts_every_layer_back():
     [
         ("jamba", "other logits than one at a time"),
         ("nemotron_h", "bounds its time step"),
+        ("zamba2", "bounds its time step"),
         ("mamba2", "without a layer of attention"),
         ("recurrent_gemma", "RecurrentGemmaForCausalLM keeps a state that can't be rewound"),
         ("minimax", "outside of transformers' caches"),

@@ -35,6 +35,7 @@ RECURRENT = {
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _LINEAR),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", _LINEAR),
     "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", _MAMBA2 | {"mamba_d_ssm": 64}),
+    "bamba": ("BambaConfig", "BambaForCausalLM", _MAMBA2 | {"attn_layer_indices": [1, 3]}),
     "granite": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", _GRANITE),
 }
 CONVOLUTIONAL = {
@@ -52,6 +53,19 @@ REFUSED = {
         {"mamba_d_state": 8, "mamba_dt_rank": 4, "num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1},
     ),
     "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM", _BOUNDED | {"ssm_state_size": 8, "n_groups": 1}),
+    "zamba2": (
+        "Zamba2Config",
+        "Zamba2ForCausalLM",
+        {
+            "layers_block_type": ["mamba", "hybrid"] * 2,
+            "mamba_d_state": 8,
+            "mamba_headdim": 8,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 1,
+            "chunk_size": 8,
+            "num_mem_blocks": 1,
+        },
+    ),
     "mamba2": (
         "Mamba2Config",
         "Mamba2ForCausalLM",

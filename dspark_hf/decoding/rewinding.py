@@ -11,6 +11,7 @@ tokens that stood are then read again, ahead of the next round's, in the same fo
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -121,7 +122,8 @@ def check_rewinding(target: PreTrainedModel) -> None:
     ids = torch.arange(2, 11, device=target.device)[None] % target.config.get_text_config().vocab_size
     with _refusing(target):
         cache = _new_cache(target)
-        wanted = torch.cat([_read(target, cache, part) for part in (ids[:, :3], *ids[:, 3:].split(1, dim=1))])
+        wanted = [_read(target, cache, ids[:, :3], 0)]
+        wanted += [_read(target, cache, ids[:, i : i + 1], i) for i in range(3, ids.shape[1])]
     if foreign := {type(layer).__name__ for layer in cache.layers if type(layer).__module__ != Cache.__module__}:
         raise _unusable(target, f"its {', '.join(sorted(foreign))} is a cache of its own kind")
     if not any(isinstance(vars(layer).get("keys"), torch.Tensor) for layer in cache.layers):
@@ -129,12 +131,13 @@ def check_rewinding(target: PreTrainedModel) -> None:
     Rewinder(cache, target)
     with _refusing(target):
         got = _rewound_logits(target, ids)
-    spread, tolerance = float(wanted.std()), _TOLERANCE if target.dtype.itemsize > 2 else _HALF_TOLERANCE
-    if not torch.allclose(wanted[3:], got, atol=tolerance * spread, rtol=0.0):
+    plain = torch.cat(wanted[1:])
+    spread, tolerance = float(plain.std()), _TOLERANCE if target.dtype.itemsize > 2 else _HALF_TOLERANCE
+    if not torch.allclose(plain, got, atol=tolerance * spread, rtol=0.0):
         raise _unusable(
             target,
             "reading several tokens at once gives other logits than one at a time (off by "
-            f"{float((wanted[3:] - got).abs().max()) / spread:.2g} of their spread)",
+            f"{float((plain - got).abs().max()) / spread:.2g} of their spread)",
         )
     setattr(target, _CHECKED, True)
 
@@ -151,22 +154,27 @@ def _refusing(target: PreTrainedModel) -> Iterator[None]:
 def _rewound_logits(target: PreTrainedModel, ids: torch.LongTensor) -> torch.Tensor:
     """Of all but the first three of `ids` [1, 9]: a round of which two tokens fall, and one that reads what stood again."""
     cache = _new_cache(target)
-    _read(target, cache, ids[:, :3])
+    _read(target, cache, ids[:, :3], 0)
     rewinder = Rewinder(cache, target)
     rewinder.hold()
-    first = _read(target, cache, torch.cat([ids[:, 3:5], ids[:, :2]], dim=1))
+    first = _read(target, cache, torch.cat([ids[:, 3:5], ids[:, :2]], dim=1), 3)
     rewinder.settle(rows=4, committed=2)
     rows = rewinder.lag + 3
     rewinder.hold()
-    second = _read(target, cache, ids[:, 8 - rows : 8])
+    second = _read(target, cache, ids[:, 8 - rows : 8], 8 - rows)
     rewinder.settle(rows, committed=3)
-    return torch.cat([first[:2], second[-3:], _read(target, cache, ids[:, 8:])])
+    return torch.cat([first[:2], second[-3:], _read(target, cache, ids[:, 8:], 8)])
 
 
 def _new_cache(target: PreTrainedModel) -> DynamicCache:
     return DynamicCache(config=target.config.get_text_config(decoder=True))
 
 
-def _read(target: PreTrainedModel, cache: DynamicCache, ids: torch.LongTensor) -> torch.Tensor:
-    """Logits of tokens behind what the cache holds. [1, S] -> [S, V]"""
-    return target(input_ids=ids, use_cache=True, **{CACHE_ARGUMENT: cache}).logits[0].float()
+def _read(target: PreTrainedModel, cache: DynamicCache, ids: torch.LongTensor, start: int) -> torch.Tensor:
+    """Logits of tokens that stand at `start` and behind it, as does what the cache holds before them. [1, S] -> [S, V]"""
+    arguments: dict[str, Any] = {CACHE_ARGUMENT: cache}
+    if (
+        "position_ids" in inspect.signature(target.forward).parameters
+    ):  # given by `generate()` too; some count from 0 without
+        arguments["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+    return target(input_ids=ids, use_cache=True, **arguments).logits[0].float()
