@@ -177,10 +177,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if features.shape[1]:
             self.context.pending.append(features)
 
-    def plan(self, length: int) -> int:
+    def plan(self, length: int, most: int | None = None) -> int:
         """How many tokens this round's block is made for after `length` committed ones; 0 makes it a plain step."""
         room = self.max_length - length - 1  # the target's own token needs a place too
-        limit = min(room, self.max_tokens)
+        limit = min(room, self.max_tokens, self.max_tokens if most is None else most)
         if self.context.end == self.context.start:
             limit = 0
         self.parked = False

@@ -18,6 +18,7 @@ from transformers.utils import logging
 from ..modeling_dspark import DSparkDraftModel
 from .likely_mistakes import likely_mistakes
 from .loop import speculative_decoding
+from .rewinding import check_rewinding
 from .targets import check_layer_ids
 
 _DECODE_ARGUMENTS = {
@@ -43,7 +44,8 @@ def check_pair(target, drafter: DSparkDraftModel) -> None:
     """Refuse a target that the drafter can't serve; warn once of what is likely a mistake.
 
     Raises:
-        ValueError: encoder-decoder target, other vocabulary or hidden size, a tapped layer the target lacks.
+        ValueError: encoder-decoder target, other vocabulary or hidden size, a tapped layer the target lacks, a recurrent
+            state that can't be put back.
     """
     if target.config.is_encoder_decoder:
         raise ValueError(
@@ -51,6 +53,7 @@ def check_pair(target, drafter: DSparkDraftModel) -> None:
         )
     drafter.bind_target(target)
     check_layer_ids(target, drafter.config.target_layer_ids)
+    check_rewinding(target)
     for mistake in likely_mistakes(target, drafter):
         logger.warning_once(f"{mistake.found} {mistake.advice} `dspark-hf doctor` tells more.")
 
@@ -97,6 +100,8 @@ def install() -> None:
             if not generation_config.use_cache:
                 raise ValueError("A DSpark drafter needs the target's cache; leave use_cache at True.")
             check_pair(self, drafter)
+            if self._is_stateful:  # refused for every assistant; ours puts the state back, as `check_pair` has found
+                generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
         return validate(self, generation_mode, generation_config, generation_mode_kwargs)
 
     setattr(assisted_decoding, _MARK, True)

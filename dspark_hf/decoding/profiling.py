@@ -31,6 +31,7 @@ from ..scheduling.admission import FixedLength
 from ..scheduling.step_rates import StepRates, load_step_rates
 from .compat import CACHE_ARGUMENT
 from .linear_layers import cpu_name, linear_layers_of, tuned
+from .rewinding import Rewinder
 from .stats import synchronize
 
 logger = logging.get_logger(__name__)
@@ -209,8 +210,7 @@ def _forward_arguments(target: PreTrainedModel, cache: DynamicCache, rows: int) 
 
 def _filled_cache(target: PreTrainedModel, depth: int) -> DynamicCache:
     """A cache of `depth` tokens: a short real prefill, repeated (only its size matters here)."""
-    cache = DynamicCache(config=target.config)
-    cache.activate_past_recording()
+    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
     first = min(depth, 32)
     vocab = target.config.get_text_config().vocab_size
     ids = torch.randint(vocab, (1, first), generator=torch.Generator().manual_seed(0)).to(target.device)
@@ -223,16 +223,17 @@ def _filled_cache(target: PreTrainedModel, depth: int) -> DynamicCache:
         for i, layer in layers:
             cache.update(layer.keys[:, :, -added:].clone(), layer.values[:, :, -added:].clone(), i)
         length += added
-    cache.crop(0)
     return cache
 
 
 def _target_run(target: PreTrainedModel, cache: DynamicCache, rows: int) -> Callable[[], None]:
     ids = torch.ones(1, rows, dtype=torch.long, device=target.device)
+    rewinder = Rewinder(cache, target)
 
     def run() -> None:
+        rewinder.hold()
         target(input_ids=ids, **_forward_arguments(target, cache, rows))
-        cache.crop(-rows)
+        rewinder.settle(rows, committed=0)
 
     return run
 
