@@ -90,8 +90,10 @@ def _convert_gguf(file: Path, destination: Path) -> None:
         model.save_pretrained(temporary)
         AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(temporary)
         os.chmod(temporary, 0o755)
-        if not destination.exists():
+        with contextlib.suppress(OSError):  # another process was faster
             os.replace(temporary, destination)
+        if not (destination / "config.json").is_file():
+            raise OSError(f"The converted target can't be put at {destination}.")
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
