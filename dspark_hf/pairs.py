@@ -90,10 +90,11 @@ def _convert_gguf(file: Path, destination: Path) -> None:
         model.save_pretrained(temporary)
         AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(temporary)
         os.chmod(temporary, 0o755)
-        with contextlib.suppress(OSError):  # another process was faster
+        try:
             os.replace(temporary, destination)
-        if not (destination / "config.json").is_file():
-            raise OSError(f"The converted target can't be put at {destination}.")
+        except OSError:
+            if not (destination / "config.json").is_file():  # else another process was faster
+                raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
