@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from conftest import make_drafter, make_target, prompt_ids
+from conftest import FAMILIES, make_drafter, make_target, prompt_ids
 from test_losslessness import Enumerator, exact_distribution
 from tiny_targets import CONVOLUTIONAL, RECURRENT, REFUSED, make_hybrid
 from transformers import DynamicCache
@@ -115,6 +115,60 @@ def test_a_stop_inside_an_accepted_block_leaves_a_cache_to_go_on_with():
         assert torch.equal(part, text[:, : part.shape[1]])
         assert cache.get_seq_length() == part.shape[1] - 1
         assert torch.equal(target.generate(part, max_length=25, **arguments), text)
+
+
+class _Cancelled(Exception):
+    pass
+
+
+class _Cancelling:
+    """A streamer that gives up after some tokens; `tokens` are the prompt's and those."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.tokens = count, []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+        self.count -= 1
+        if self.count < 0:
+            raise _Cancelled
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "lfm2"])
+def test_an_exception_leaves_a_cache_to_go_on_with(family):
+    target = make_target(family) if family in FAMILIES else make_hybrid(family, seed=1)
+    drafter = make_drafter(target)
+    drafter.admission = FixedLength(4)
+    for count in range(1, 9):
+        streamer, cache = _Cancelling(count), DynamicCache(config=target.config)
+        arguments = {"do_sample": False, CACHE_ARGUMENT: cache, "assistant_model": drafter}
+        with pytest.raises(_Cancelled):
+            target.generate(prompt_ids(), max_new_tokens=20, streamer=streamer, **arguments)
+        assert cache.get_seq_length() < len(streamer.tokens) == 7 + count
+        assert cache.dspark_context.end >= cache.get_seq_length()  # the drafter has seen what it holds
+        turn = torch.cat([torch.tensor([streamer.tokens]), prompt_ids(6, seed=9)], dim=1)
+        wanted = target.generate(turn, max_new_tokens=8, do_sample=False)
+        assert torch.equal(target.generate(turn, max_new_tokens=8, **arguments), wanted)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "lfm2"])
+def test_a_cache_handed_back_no_longer_keeps_what_lies_outside_of_its_windows(family):
+    target = make_target(family) if family in FAMILIES else make_hybrid(family, seed=1)
+    caches = []
+    for extra in ({}, {"assistant_model": make_drafter(target)}):
+        cache = DynamicCache(config=target.config)
+        text = target.generate(prompt_ids(9), max_new_tokens=10, do_sample=False, **{CACHE_ARGUMENT: cache}, **extra)
+        target.generate(text, max_new_tokens=30, do_sample=False, **{CACHE_ARGUMENT: cache})
+        caches.append([t.shape for layer in cache.layers for t in _tensors(layer)])
+    assert caches[0] == caches[1]
+
+
+def _tensors(layer) -> list[torch.Tensor]:
+    held = vars(layer)
+    return [t for t in (held.get("keys"), *held.get("conv_states", {}).values()) if isinstance(t, torch.Tensor)]
 
 
 def test_outputs_as_plain_decoding_returns_them():

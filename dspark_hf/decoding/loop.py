@@ -84,14 +84,17 @@ class _Loop:
             candidates.observe(
                 features if real is None else features[:, real[-features.shape[1] :].to(features.device)]
             )
-            choice = self._choose(outputs.logits[:, -1:], text.input_ids, None, candidates)
-            model_kwargs = self._commit(text, choice, outputs, model_kwargs, rows=None)
-            while not text.finished:
-                outputs, model_kwargs = self._round(text, candidates, taps, rewinder, outputs, model_kwargs)
-        if rewinder.lag and (keep or getattr(cache, "_is_user_defined", False)):
-            with self.stats.timed("verify"):
-                self._forward(text.input_ids[:, :-1], rewinder.lag, model_kwargs)
-        keep_context(cache, context)
+            keep_context(cache, context)
+            try:
+                choice = self._choose(outputs.logits[:, -1:], text.input_ids, None, candidates)
+                model_kwargs = self._commit(text, choice, outputs, model_kwargs, rows=None)
+                while not text.finished:
+                    outputs, model_kwargs = self._round(text, candidates, taps, rewinder, outputs, model_kwargs)
+                if rewinder.lag and (keep or getattr(cache, "_is_user_defined", False)):
+                    with self.stats.timed("verify"):
+                        self._forward(text.input_ids[:, :-1], rewinder.lag, model_kwargs)
+            finally:
+                rewinder.release()
         if self.streamer is not None:
             self.streamer.end()
         self.drafter.last_generation = self.stats
@@ -131,11 +134,13 @@ class _Loop:
             synchronize(candidate_ids.device)
         features = taps.take(self.drafter.device)[:, lag:]
         logits = outputs.logits[:, -new_rows:][:, : drafted + 1]
-        choice = self._choose(logits, candidate_ids, block, candidates)
-        model_kwargs = self._commit(text, choice, outputs, model_kwargs, lag + new_rows, lag)
-        committed = text.input_ids.shape[1] - before
-        rewinder.settle(lag + new_rows, committed)
-        candidates.observe(features[:, :committed])
+        try:
+            choice = self._choose(logits, candidate_ids, block, candidates)
+            model_kwargs = self._commit(text, choice, outputs, model_kwargs, lag + new_rows, lag)
+        finally:  # also where a streamer or a stopping criterion raises: the cache may be the user's
+            committed = text.length - before
+            rewinder.settle(lag + new_rows, committed)
+            candidates.observe(features[:, :committed])
         record = RoundRecord(
             planned,
             candidates.parked,

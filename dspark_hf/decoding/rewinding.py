@@ -94,6 +94,13 @@ class Rewinder:
         for layer in self._others:
             layer.crop(-surplus)
 
+    def release(self) -> None:
+        """After the last forward: layers drop again what lies outside of their windows, as in plain decoding."""
+        for layer in self._others:
+            layer.crop(0)
+            if "record_past" in vars(layer):
+                layer.record_past = False
+
 
 def _is_recurrent(layer: Any) -> bool:
     return isinstance(layer, LinearAttentionCacheLayerMixin) and any(layer.is_recurrent_states_initialized.values())
