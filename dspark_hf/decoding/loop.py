@@ -27,7 +27,7 @@ from .compat import CACHE_ARGUMENT, cache_of
 from .linear_layers import tuned
 from .rewinding import Rewinder
 from .stats import GenerationStats, RoundRecord, synchronize
-from .targets import TargetTaps
+from .targets import TargetTaps, check_image_mask
 
 # Arguments with a line for each token that grow rightly by one line at a time only.
 _GROWN_BY_ONE = ("token_type_ids", "cross_attention_mask", "image_attention_mask")
@@ -65,6 +65,7 @@ class _Loop:
         keep = config.return_dict_in_generate
         text = Text(input_ids, config, self.criteria, self.streamer)
         cache = model_kwargs[CACHE_ARGUMENT]
+        check_image_mask(self.target, cache, model_kwargs)
         mask = model_kwargs.get("attention_mask")
         cached = cache.get_seq_length()
         real = None if mask is None else mask[0].bool()
