@@ -260,6 +260,41 @@ def test_targets_that_can_not_be_rewound_are_refused_at_load(family, reason):
         target.generate(prompt_ids(), max_new_tokens=4, assistant_model=drafter)
 
 
+def test_a_lack_of_memory_is_no_refusal(monkeypatch):
+    target = make_hybrid("qwen3_5", dtype=torch.float32)
+
+    def forward(*args, **kwargs):
+        raise torch.OutOfMemoryError("out of memory")
+
+    drafter = make_drafter(target)
+    monkeypatch.setattr(target.model, "forward", forward)
+    with pytest.raises(torch.OutOfMemoryError):
+        check_pair(target, drafter)
+
+
+def test_narrow_float32_products_are_told_from_another_state():
+    """As TF32 rounds them; a target that does not read on from its state is still refused."""
+    target, other = make_hybrid("qwen3_5", dtype=torch.float32), make_hybrid("jamba", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+
+    def roughen(module, args, output):
+        return output * (1 + 3e-3 * torch.randn(output.shape, generator=generator))
+
+    target.lm_head.register_forward_hook(roughen)
+    drafter = make_drafter(target)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        with pytest.raises(ValueError, match="other logits than one at a time"):
+            check_pair(target, drafter)
+        torch.set_float32_matmul_precision("high")
+        check_pair(target, drafter)
+        with pytest.raises(ValueError, match="other logits than one at a time"):
+            check_pair(other, make_drafter(other))
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_several_returned_sequences_are_refused_for_hybrids_too():
     target = make_hybrid("qwen3_5")
     with pytest.raises(ValueError, match="one sequence"):
