@@ -134,6 +134,17 @@ def test_a_sample_of_positions_has_the_losses_of_those_positions(target):
     assert both.valid.shape == (2, 4)
 
 
+def test_nothing_is_unrolled_before_the_first_token(target):
+    """An answer without a prompt: the features at an anchor know the token that would be predicted."""
+    drafter = make_eagle3(target)
+    answer = Answer("all", [], list(range(2, 14)))
+    batch = collate([answer], compute_features(target, [answer], [0, 2]), torch.device("cpu"))
+    step = UnrolledTrainingStep(drafter)
+    both = step(batch, torch.tensor([[0, 5]]), torch.tensor([[True, True]]))
+    alone = step(batch, torch.tensor([[5]]), torch.tensor([[True]]))
+    torch.testing.assert_close(both.losses.acceptance, alone.losses.acceptance)
+
+
 def test_saving_and_loading(target, tmp_path):
     drafter = make_eagle3(target)
     drafter.save_pretrained(tmp_path)
