@@ -11,8 +11,8 @@ from conftest import make_drafter, make_target
 from test_cli import names, pair, run  # noqa: F401
 from test_evaluation import write_prompts
 
-from dspark_hf.evaluation.acceptance import Sample, by_source, grouped, groups_of
-from dspark_hf.evaluation.comparison import MACRO, compare, named_drafters
+from dspark_hf.evaluation.acceptance import MACRO, Sample, by_source, grouped, groups_of
+from dspark_hf.evaluation.comparison import compare, named_drafters
 from dspark_hf.evaluation.comparison_report import markdown_table
 from dspark_hf.evaluation.intervals import Bootstrap, interval
 
@@ -40,6 +40,25 @@ def test_resamples_are_of_conversations_within_their_source():
     assert Bootstrap([*first, *lone]).accept_lengths(lone) is None
     assert Bootstrap([*first, *lone]).accept_lengths([*first, *lone]) is None
     assert interval(None) is None
+
+
+def test_intervals_do_not_depend_on_the_order_of_samples():
+    """A run that went on after a stop has its conversations in another order, and the same figures."""
+    rounds = np.random.default_rng(0).integers(5, 25, size=(30, 2))
+    samples = samples_of(rounds[:20].tolist()) + samples_of(rounds[20:].tolist(), source="b", start=20)
+    intervals = [interval(Bootstrap(s).accept_lengths(s)) for s in (samples, samples[::-1])]
+    assert intervals[0] == pytest.approx(intervals[1])
+
+
+def test_prompts_without_a_domain_are_a_source_of_their_own():
+    """Their domain is called "all", and "all" is also the group of everything."""
+    samples = samples_of([(10, 5), (30, 15)], "math", "math") + samples_of([(4, 4), (6, 6)], "all", "all", start=2)
+    compared = compare({"0": {"a": samples}}, {"a": make_drafter(make_target())})["temperatures"]["0"]
+    taus = {name: group["drafters"]["a"]["accept_length"] for name, group in compared["groups"].items()}
+    assert taus == pytest.approx({"all/all": 1.0, "math": 2.0, "all": 50 / 30, MACRO: 1.5})
+    assert compared["sources"] == ["all/all", "math"]
+    alone = compare({"0": {"a": samples[2:]}}, {"a": make_drafter(make_target())})["temperatures"]["0"]
+    assert list(alone["groups"]) == ["all", MACRO]
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say():

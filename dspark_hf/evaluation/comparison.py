@@ -23,7 +23,7 @@ from ..decoding.linear_layers import tuned
 from ..engine.runner import check_structure, check_target
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
-from .acceptance import acceptance_figures, by_source, collect, groups_of
+from .acceptance import MACRO, acceptance_figures, by_source, collect, groups_of
 from .completion import DecodingOptions
 from .intervals import Bootstrap, interval
 from .policies import reads_block_alone
@@ -32,7 +32,6 @@ from .replay import decode_texts, replay_all
 from .samples import Sample
 
 logger = logging.get_logger(__name__)
-MACRO = "macro"
 _LABEL = re.compile(r"[\w.+()-][\w .+()-]*")
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..files import write_json, write_text
 from . import html
-from .comparison import MACRO
+from .acceptance import MACRO
 from .report import make_table, with_margin
 
 

@@ -40,7 +40,9 @@ from .prompt_sets import Conversation
 from .samples import AnsweredTurn, Journal, Sample, settings_of
 
 logger = logging.get_logger(__name__)
-_OWN_DRAWS = 1 << 31  # added to a turn's seed, which drew its text: acceptance is to be independent of how that was drawn
+_OWN_DRAWS = (
+    1 << 31
+)  # added to a turn's seed, which drew its text: acceptance is to be independent of how that was drawn
 
 
 # -- the target's texts ----------------------------------------------------------------------------------------------
