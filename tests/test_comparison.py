@@ -123,10 +123,14 @@ def test_groups():
     assert figures["all"]["accept_length_interval"] is None
 
 
-def test_names_of_drafters():
+def test_names_of_drafters(monkeypatch, tmp_path):
     assert named_drafters(["a/b", "x/c/"]) == {"b": "a/b", "c": "x/c/"}
     assert named_drafters(["DSpark (RNN)=a", "DFlash=b=c"]) == {"DSpark (RNN)": "a", "DFlash": "b=c"}
     assert named_drafters(["runs/lr=3/drafter"]) == {"drafter": "runs/lr=3/drafter"}
+    monkeypatch.chdir(tmp_path)
+    assert named_drafters(["."]) == {tmp_path.name: "."}
+    (tmp_path / "my@drafter").mkdir()
+    assert named_drafters(["./my@drafter/"]) == {"my-drafter": "./my@drafter/"}
     for given, message in (
         (["a/x", "b/x"], "Two drafters"),
         (["A b=x", "a-b=y"], "Two drafters"),
@@ -235,3 +239,24 @@ def test_bad_input(case, pair, monkeypatch, capsys):  # noqa: F811
     assert code == 2
     assert message in err
     assert "Traceback" not in err + out
+
+
+def test_a_policy_that_reads_confidences_needs_them(pair, second, monkeypatch, capsys):  # noqa: F811
+    """`second` has no confidence head: said before a prompt is answered."""
+    arguments = ["eval", "--target", pair / "target", "--drafter", pair / "drafter", "--drafter", second]
+    for policy in ("threshold:0.5", "throughput", "lagged"):
+        code, out, err = run(monkeypatch, capsys, *arguments, "--policy", policy)
+        assert code == 2
+        assert "drafter flash has no confidence head" in err
+        assert "failed" not in err + out
+
+
+def test_no_verdict_where_every_prompt_failed(pair, second, monkeypatch, capsys, tmp_path):  # noqa: F811
+    prompts = tmp_path / "long.jsonl"
+    prompts.write_text(json.dumps({"prompt": "w5 " * 300}))
+    arguments = ["eval", "--prompts", prompts, "--target", pair / "target", "--max-new-tokens", 8]
+    code, out, err = run(monkeypatch, capsys, *arguments, "--drafter", pair / "drafter", "--drafter", second)
+    assert code == 0, err
+    assert "1 prompts failed" in err
+    assert "commits" not in out
+    assert "no prompt was answered" in out

@@ -9,6 +9,7 @@ every drafter is replayed against them (`replay`); otherwise every drafter decod
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,7 +46,8 @@ def named_drafters(given: Sequence[str]) -> dict[str, str]:
     for text in given:
         label, found, path = text.partition("=")
         if not found or "/" in label:
-            label, path = Path(text).name, text
+            # The absolute path has a name where `text` is "."; a folder may be called as it likes.
+            label, path = re.sub(r"[^\w .+()-]+", "-", Path(os.path.abspath(text)).name).strip(" -"), text
         if not _LABEL.fullmatch(label) or not path:
             raise ValueError(
                 f"--drafter {text!r}: write a Hub id or a folder, or name=path with a name of letters, digits, blanks "
