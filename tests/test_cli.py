@@ -225,7 +225,9 @@ def test_bad_input(case, pair, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "messages", [["hello"], [{"role": "user"}], {"role": "user", "content": "w5"}, [{"role": 1, "content": "w5"}]], ids=str
+    "messages",
+    [["hello"], [{"role": "user"}], {"role": "user", "content": "w5"}, [{"role": 1, "content": "w5"}]],
+    ids=str,
 )
 @pytest.mark.parametrize("command", ["eval", "batch"])
 def test_messages_of_another_form(command, messages, pair, monkeypatch, capsys, tmp_path):
@@ -251,6 +253,14 @@ def test_messages_that_the_template_refuses(pair, monkeypatch, capsys, tmp_path)
     assert code == 0, err
     (failed,) = json.loads(out)["failed"]
     assert failed["error"] == "ValueError: The chat template refuses these messages: no system role"
+
+
+def test_home_folder(pair, monkeypatch, capsys):
+    """Shells leave a ~ in the middle of an argument as it is."""
+    monkeypatch.setenv("HOME", str(pair))
+    places = ["--target=~/target", "--drafter=~/drafter"]
+    code, _, err = run(monkeypatch, capsys, "generate", "--prompt", "w5", "--max-new-tokens", 3, *places)
+    assert code == 0, err
 
 
 def test_a_plain_model_as_drafter(pair, monkeypatch, capsys):
