@@ -1,6 +1,6 @@
 """The `dspark-hf` command: each sub-command parses, calls one function and prints.
 
-Owns: options, help texts, exit codes (0 done, 2 bad input, 130 interrupted). Does not own: any work.
+Owns: options, help texts, exit codes (0 done, 1 the doctor found a fault, 2 bad input, 130 interrupted). Does not own: any work.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ def evaluate(
     from ..evaluation.acceptance import collect
     from ..evaluation.comparison import named_drafters
     from ..evaluation.completion import DecodingOptions
-    from ..evaluation.policies import check_policy
+    from ..evaluation.policies import check_confidences, check_policy
     from ..evaluation.prompt_sets import load_conversations
     from ..evaluation.report import evaluation_table
     from ..evaluation.summary import summarise_evaluation, write_report
@@ -285,6 +285,7 @@ def evaluate(
     named = {label: choose_drafter(path, target) for label, path in named.items()}
     loaded = load_target(target, device, dtype)
     models = {label: load_drafter(path, loaded.model) for label, path in named.items()}
+    check_confidences(policy, models)
     options = [DecodingOptions(max_new_tokens, value, seed=seed) for value in temperatures]
     if several:
         facts: dict[str, Any] = {"target": target, "drafters": named, "policy": policy, "prompts": prompts or "our own"}

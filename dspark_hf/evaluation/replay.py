@@ -40,6 +40,9 @@ from .prompt_sets import Conversation
 from .samples import AnsweredTurn, Journal, Sample, settings_of
 
 logger = logging.get_logger(__name__)
+_OWN_DRAWS = (
+    1 << 31
+)  # added to a turn's seed, which drew its text: acceptance is to be independent of how that was drawn
 
 
 # -- the target's texts ----------------------------------------------------------------------------------------------
@@ -261,8 +264,10 @@ class TextGuided:
 def replay(
     target: Target, drafter: DSparkDraftModel, text: ReadText, seed: int
 ) -> tuple[list[tuple[int, int]], list[list[float]]]:
-    """The rounds that `drafter` would have had on `text`: (drafted, accepted) of each, and its confidence logits."""
-    generator = torch.Generator(drafter.device).manual_seed(seed)
+    """The rounds that `drafter` would have had on `text`: (drafted, accepted) of each, and its confidence logits.
+
+    `seed` may be the one that drew the text."""
+    generator = torch.Generator(drafter.device).manual_seed(seed + _OWN_DRAWS)
     processors = TextGuided(text, generator) if text.prepared.config.do_sample else text.prepared.processors
     candidates = DSparkCandidateGenerator(
         drafter,
