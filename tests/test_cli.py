@@ -177,9 +177,13 @@ def test_train(pair, monkeypatch, capsys, tmp_path):
     code, out, _ = run(monkeypatch, capsys, *onward, "--init-from", tmp_path / "new", "--seed", 1)
     assert code == 0
     assert json.loads((tmp_path / "more" / "training.json").read_text())["options"]["init_from"] == "new"
-    code, _, err = run(monkeypatch, capsys, *onward, "--init-from", pair / "drafter", "--restart")
+    for source in (pair / "drafter", pair / "nowhere"):
+        code, _, err = run(monkeypatch, capsys, *onward, "--init-from", source, "--restart")
+        assert code == 2
+        assert "--init-from" in err
+    code, _, err = run(monkeypatch, capsys, *onward, "--method", "dflash", "--block-size", 4, "--min-block-size", 9)
     assert code == 2
-    assert "--init-from" in err
+    assert "between 1 and --block-size (4), got 9" in err
 
 
 def bad_inputs():

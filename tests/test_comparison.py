@@ -225,6 +225,7 @@ def bad_inputs():
         "temperature twice": (["--temperature", "0,0"], "each once"),
         "no temperature": (["--temperature", ","], "one number or more"),
         "not a temperature": (["--temperature", "warm"], "takes numbers"),
+        "no number": (["--temperature", "nan"], "finite"),
         "below zero": (["--temperature", "0,-1"], "at least 0"),
         "sweep of several": (["--temperature", "0,1", "--threshold-sweep"], "one drafter at one temperature"),
         "two of one name": (["--drafter", "a/x", "--drafter", "b/x"], "Two drafters"),
@@ -256,7 +257,8 @@ def test_no_verdict_where_every_prompt_failed(pair, second, monkeypatch, capsys,
     prompts.write_text(json.dumps({"prompt": "w5 " * 300}))
     arguments = ["eval", "--prompts", prompts, "--target", pair / "target", "--max-new-tokens", 8]
     code, out, err = run(monkeypatch, capsys, *arguments, "--drafter", pair / "drafter", "--drafter", second)
-    assert code == 0, err
+    assert code == 2
     assert "1 prompts failed" in err
+    assert "--report" not in err  # none was given
     assert "commits" not in out
     assert "no prompt was answered" in out

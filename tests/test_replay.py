@@ -192,6 +192,9 @@ def test_a_run_that_was_interrupted_goes_on(tmp_path, monkeypatch):
     before = len(calls)
     replay_all(target, drafters, talks, texts, options, "full", files)
     assert len(calls) == before
+    texts[0][0].answer_ids[-1] += 1
+    with pytest.raises(ValueError, match="rounds on other texts"):
+        replay_all(target, drafters, talks, texts, options, "full", files)
 
 
 def test_what_fails_is_kept_with_its_error(monkeypatch):

@@ -308,9 +308,9 @@ def evaluate(
         _say_where(report)
     failed = summary["groups"]["all"]["failed"]
     if failed:
-        err.print(
-            f"{failed} turns failed and are not in the figures (the JSON says why); run again with the same --report to retry."
-        )
+        err.print(f"{failed} turns failed and are not in the figures (the JSON says why).{_again(report)}")
+    if not summary["groups"]["all"]["samples"]:
+        raise typer.Exit(2)
 
 
 def _compare(target, models, conversations, options, policy, facts, report: Path | None, json_output: bool) -> None:
@@ -337,8 +337,14 @@ def _compare(target, models, conversations, options, policy, facts, report: Path
         if compared["left_out"]:
             err.print(
                 f"Temperature {temperature}: {compared['left_out']} prompts failed under a drafter and are left out for all (the "
-                "JSON says why); run again with the same --report to retry."
+                f"JSON says why).{_again(report)}"
             )
+    if all(compared["left_out"] == len(conversations) for compared in summary["temperatures"].values()):
+        raise typer.Exit(2)
+
+
+def _again(report: Path | None) -> str:
+    return "" if report is None else " Run again with the same --report to retry."
 
 
 def _say_where(report: Path | None) -> None:

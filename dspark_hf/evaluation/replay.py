@@ -150,6 +150,9 @@ def replay_all(
     """Rounds of every drafter, by its name, as `collect` gives them but for the seconds; resumable with `files`.
 
     `policy` is one that decides from the block alone (`policies.reads_block_alone`).
+
+    Raises:
+        ValueError: a file holds rounds with other settings, or on other texts.
     """
     journals = {
         name: Journal(
@@ -160,6 +163,11 @@ def replay_all(
         )
         for name, model in drafters.items()
     }
+    for name, journal in journals.items():
+        if any(r.text != texts[r.index][r.turn].digest for r in journal.records):
+            raise ValueError(
+                f"{files[name]} holds rounds on other texts than these. Remove it, or give another folder."
+            )
     for index, conversation in enumerate(tqdm(conversations, desc=description, unit="prompt", disable=None)):
         missing = {name: model for name, model in drafters.items() if index not in journals[name].done}
         samples: dict[str, list[Sample]] = {name: [] for name in missing}
@@ -173,7 +181,8 @@ def replay_all(
             for name, model in missing.items():
                 if any(s.error is not None for s in samples[name]):
                     continue  # the rest of a conversation with a failed turn is left out
-                sample = Sample(index, turn.turn, conversation.domain, conversation.source, error=fault)
+                place = (index, turn.turn, conversation.domain, conversation.source)
+                sample = Sample(*place, error=fault, text=turn.digest)
                 samples[name].append(sample)
                 if record is not None:
                     with using_policy(policy, target.model, model):
