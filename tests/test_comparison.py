@@ -14,7 +14,7 @@ from test_evaluation import write_prompts
 from dspark_hf.evaluation.acceptance import MACRO, Sample, by_source, grouped, groups_of
 from dspark_hf.evaluation.comparison import compare, named_drafters
 from dspark_hf.evaluation.comparison_report import markdown_table
-from dspark_hf.evaluation.intervals import Bootstrap, interval
+from dspark_hf.evaluation.intervals import Bootstrap, interval, wilson_interval
 
 
 def samples_of(rounds, domain="math", source="a", start=0):
@@ -218,6 +218,15 @@ def test_a_policy_that_reads_times_is_decoded(pair, second, monkeypatch, capsys,
     assert code == 0, err
     groups = json.loads(out)["temperatures"]["0"]["groups"]
     assert groups["all"]["drafters"]["flash"]["tokens_per_second"] > 0
+
+
+def test_interval_of_a_share():
+    low, high = wilson_interval(0.5, 100)
+    assert (low, high) == (pytest.approx(0.4038, abs=1e-4), pytest.approx(0.5962, abs=1e-4))
+    for share in (0.0, 1.0):
+        low, high = wilson_interval(share, 5)
+        assert 0.0 <= low <= share <= high <= 1.0
+        assert high - low > 0.3
 
 
 def bad_inputs():

@@ -1,6 +1,6 @@
 """Confidence intervals of τ and of ratios of τ, by bootstrap over conversations.
 
-Owns: resampling. Does not own: figures of the prompts as they are (`acceptance`).
+Owns: resampling, the interval of a share. Does not own: figures of the prompts as they are (`acceptance`).
 Axes: R resamples, N conversations.
 
 The unit is the conversation: its turns and rounds depend on each other. Conversations are drawn anew within their source,
@@ -56,3 +56,11 @@ def interval(values: np.ndarray | None) -> list[float] | None:
         return None
     tail = 50 * (1 - _LEVEL)
     return [float(v) for v in np.percentile(values, [tail, 100 - tail])]
+
+
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share of `count` independent outcomes (Wilson 1927), (low, high)."""
+    z = 1.96
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5
+    return min(middle - half, share), max(middle + half, share)

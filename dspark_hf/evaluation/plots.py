@@ -13,6 +13,7 @@ from ..files import write_bytes
 from ..scheduling.calibration import reliability, survival
 from ..scheduling.step_rates import StepRates
 from .calibrate import CalibrationReport
+from .intervals import wilson_interval
 
 # Okabe and Ito's colours, with a marker each.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -94,15 +95,23 @@ def acceptance_curves(groups: dict[str, dict[str, Any]]):
 
 
 def position_curves(groups: dict[str, Any]):
-    """Conditional acceptance of each position, a line for each drafter, a panel for each domain and for all (paper Fig. 2)."""
+    """Conditional acceptance of each position with 95 % intervals (Wilson's, of independent rounds), a line for each drafter, a
+    panel for each domain and for all (paper Fig. 2)."""
     names = [n for n, g in groups.items() if "/" not in n and "rounds" in next(iter(g["drafters"].values()))]
     length = max(len(d["acceptance_by_position"]) for d in groups["all"]["drafters"].values())
     figure, axes = _figure(len(names), 3.4, 3.8)
     for axis, name in zip(axes, names):
-        for i, (label, figures) in enumerate(groups[name]["drafters"].items()):
-            points = [(k + 1, a) for k, a in enumerate(figures["acceptance_by_position"]) if a is not None]
-            if points:
-                axis.plot(*zip(*points), color=_COLOURS[i % 7], marker=_MARKERS[i % 7], label=label)
+        drafters = groups[name]["drafters"]
+        for i, (label, figures) in enumerate(drafters.items()):
+            known = [
+                (k + 1 + 0.1 * (i - (len(drafters) - 1) / 2), a, *wilson_interval(a, n))
+                for k, (a, n) in enumerate(zip(figures["acceptance_by_position"], figures["rounds_by_position"]))
+                if a is not None
+            ]
+            if known:
+                places, shares, lows, highs = np.array(known).T
+                style = {"color": _COLOURS[i % 7], "marker": _MARKERS[i % 7], "markersize": 4, "linewidth": 1}
+                axis.errorbar(places, shares, yerr=(shares - lows, highs - shares), label=label, **style)
         axis.set(title=name, xlabel="position in the block", xticks=range(1, length + 1), ylim=(0, 1.02))
         axis.set_xlim(0.5, length + 0.5)
     axes[0].set_ylabel("accepted, given that all before were")
