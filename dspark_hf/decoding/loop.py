@@ -115,7 +115,7 @@ class _Loop:
         stats, before = self.stats, text.input_ids.shape[1]
         started, spent = time.perf_counter(), (stats.draft_seconds, stats.verify_seconds)
         with stats.timed("scheduling"):
-            planned = candidates.plan(before)
+            planned = candidates.plan(text.input_ids)
         with stats.timed("draft"):
             block = candidates.draft(text.input_ids)
         drafted = 0 if block is None else block.token_ids.shape[1]
@@ -142,6 +142,7 @@ class _Loop:
             rows,
             [] if block is None else block.survival[0],
             None if block is None else block.confidence_logits,
+            candidates.copy is not None,
         )
         stats.count_round(record)
         stats.scheduling_seconds += 0.0 if block is None else block.policy_seconds
