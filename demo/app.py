@@ -23,7 +23,8 @@ from race_state import DSPARK, PLAIN, Limits, RaceOptions, RaceState
 
 from dspark_hf.decoding.profiling import step_rates_of
 from dspark_hf.evaluation.prompt_sets import first_of_each_domain, load_conversations
-from dspark_hf.pairs import DEFAULT_DRAFTER, DEFAULT_TARGET, DTYPES, load_drafter, load_target
+from dspark_hf.finding import AUTO
+from dspark_hf.pairs import DEFAULT_TARGET, DTYPES, choose_drafter, load_drafter, load_target
 
 _HERE = Path(__file__).parent
 _EXAMPLES_A_DOMAIN = 3
@@ -187,7 +188,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     limits = Limits()
     parser = argparse.ArgumentParser(description="Plain decoding against DSpark in a browser, on this machine.")
     parser.add_argument("--target", default=DEFAULT_TARGET, help="folder or Hub id")
-    parser.add_argument("--drafter", action="append", help="folder or Hub id; more than one to choose from on the page")
+    parser.add_argument(
+        "--drafter", action="append", help="folder, Hub id or auto; more than one to choose from on the page"
+    )
     parser.add_argument("--port", type=int, help="the first free one from 7860 by default")
     parser.add_argument("--share", action="store_true", help="make a public link through gradio.live; off by default")
     parser.add_argument("--device", help="cpu, cuda, ...")
@@ -206,8 +209,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def load_track(arguments: argparse.Namespace) -> RaceTrack:
     """The models that the flags name, loaded and warmed up."""
+    names = dict.fromkeys(choose_drafter(name, arguments.target) for name in arguments.drafter or [AUTO])
     target = load_target(arguments.target, arguments.device, arguments.dtype)
-    names = dict.fromkeys(arguments.drafter or [DEFAULT_DRAFTER])
     drafters = {name: load_drafter(name, target.model) for name in names}
     track = RaceTrack(target, drafters, Limits(arguments.max_prompt_tokens, arguments.max_new_tokens))
     track.warm_up()

@@ -15,6 +15,7 @@ from .engine.engine import BatchEngine
 from .engine.generate import generate_batch
 from .engine.sequence import RequestOutput
 from .modeling_dspark import DSparkDraftModel, DSparkDraftOutput
+from .pairs import load_known_drafter
 from .scheduling.admission import ConfidenceThreshold, FixedLength, GuardedLength, LaggedScheduler, ThroughputScheduler
 from .scheduling.belief import Expectation
 from .scheduling.lookahead import LookaheadScheduler
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 AutoConfig.register("dspark", DSparkConfig, exist_ok=True)
 AutoModel.register(DSparkConfig, DSparkDraftModel, exist_ok=True)
+DSparkDraftModel._load_for_target = staticmethod(load_known_drafter)
 hook.install()
 
 __all__ = [

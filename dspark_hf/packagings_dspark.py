@@ -107,14 +107,23 @@ def to_dspark_dict(config: dict[str, Any], shapes: Shapes | None = None) -> dict
     elif nested or "DFlashDraftModel" in architectures:
         ours = _from_zlab(config, nested)
     elif taps:
-        raise ValueError(f"This drafter's packaging is not read ({named}).")
+        raise ValueError(f"This drafter's packaging is not read ({named}).{_own_code(config)}")
     else:
-        raise ValueError(
-            f"This is no DSpark drafter ({named}). Give the folder or Hub id of a drafter (our own form, DeepSpec's, "
-            "speculators' or z-lab's), or make one with `dspark-hf train`."
-        )
+        raise ValueError(_no_drafter(config, architectures, named))
     ours |= {"model_type": "dspark", "architectures": ["DSparkDraftModel"]}
     return ours if shapes is None else _matched(ours, shapes, named)
+
+
+def _no_drafter(config: dict[str, Any], architectures: list[str], named: str) -> str:
+    is_model = any(name.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")) for name in architectures)
+    return (
+        f"This is {'a language model and no' if is_model else 'no'} DSpark drafter ({named}).{_own_code(config)} Give the folder "
+        "or Hub id of a drafter (our own form, DeepSpec's, speculators' or z-lab's), or make one with `dspark-hf train`."
+    )
+
+
+def _own_code(config: dict[str, Any]) -> str:
+    return " The code that it brings (auto_map) is not run." if config.get("auto_map") else ""
 
 
 def _is_speculators(config: dict[str, Any]) -> bool:

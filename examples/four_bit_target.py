@@ -7,14 +7,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from dspark_hf import DSparkDraftModel
-from dspark_hf.pairs import DEFAULT_DRAFTER, DEFAULT_TARGET, drafter_folder, resolve_target
+from dspark_hf.pairs import DEFAULT_TARGET, resolve_target
 from dspark_hf.texts import encode_messages
 
 source = resolve_target(DEFAULT_TARGET)
 tokenizer = AutoTokenizer.from_pretrained(source)
 quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
 target = AutoModelForCausalLM.from_pretrained(source, quantization_config=quantised, dtype=torch.float32).eval()
-drafter = DSparkDraftModel.from_pretrained(drafter_folder(DEFAULT_DRAFTER), dtype=torch.float32)
+drafter = DSparkDraftModel.for_target(target, dtype=torch.float32)
 drafter.generation_config.assistant_confidence_threshold = 0.4  # without measuring this slow target first
 
 ids = torch.tensor([encode_messages(tokenizer, [{"role": "user", "content": "Why is the sky blue?"}])])

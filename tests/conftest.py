@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -127,6 +130,16 @@ def make_letter_tokenizer(vocab_size: int = 24) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE({chr(97 + i): i for i in range(vocab_size)}, []))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="a")
+
+
+def run_with_package(code: str, *arguments, **environment) -> str:
+    """What `code` prints in a process of its own that imports this package."""
+    command = [sys.executable, "-c", "import sys\n" + textwrap.dedent(code), *map(str, arguments)]
+    place = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    variables = os.environ | place | environment
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(autouse=True)

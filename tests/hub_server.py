@@ -1,6 +1,7 @@
-"""A Hub on this machine, for tests: as much of the Hub's HTTP as pushing and loading a model takes.
+"""A Hub on this machine, for tests: as much of the Hub's HTTP as pushing, downloading and loading a model takes.
 
-Owns: repositories, branches, commits, large files and tokens, all in memory. Does not own: Xet, pull requests, data sets.
+Owns: repositories, branches, commits, large files (served from another address, as the Hub's are) and tokens, all in memory;
+downloads that break off or stop half-way. Does not own: Xet, pull requests, data sets.
 Run the client with `HF_ENDPOINT=server.url` and `HF_HUB_DISABLE_XET=1`.
 """
 
@@ -15,6 +16,7 @@ import threading
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import yaml
@@ -51,6 +53,8 @@ class HubServer:
         self.large: dict[str, bytes] = {}  # by SHA-256
         self.requests: list[tuple[str, str, str]] = []  # method, path, Range
         self.cut: set[str] = set()  # files whose next download breaks off half-way
+        self.hold: set[str] = set()  # files whose next download stops half-way, until `release`
+        self.held, self.release = threading.Event(), threading.Event()
         self.broken = False  # whether every answer is to be 500
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
@@ -61,9 +65,22 @@ class HubServer:
         return self
 
     def __exit__(self, *_) -> None:
+        self.release.set()
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
+
+    def put(self, name: str, folder: Path) -> None:
+        """A repository with the files of `folder`, as after a push."""
+        files = {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
+        commit = hashlib.sha1(repr(sorted(map(etag_of, files, files.values()))).encode()).hexdigest()
+        self.repos[name] = Repo(False, {"main": Branch(commit, files)})
+
+    def downloads(self) -> list[tuple[str, str]]:
+        """(file name, Range) of each file that was sent, in order."""
+        return [
+            (path.rsplit("/", 1)[-1], r) for method, path, r in self.requests if method == "GET" and "/api/" not in path
+        ]
 
     # -- what the routes do: (repository, more of the path, body, token) -> answer -------------------------------------
 
@@ -114,7 +131,7 @@ class HubServer:
         for file in body["files"]:
             path = file["path"]
             there = branch.files.get(path)
-            mode = "lfs" if any(fnmatch(path, p) for p in LARGE) else "regular"
+            mode = "lfs" if is_large(path) else "regular"
             oid = None if there is None else etag_of(path, there)
             files.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         return {"files": files}
@@ -168,9 +185,13 @@ class HubServer:
         return {}
 
 
+def is_large(path: str) -> bool:
+    return any(fnmatch(path, pattern) for pattern in LARGE)
+
+
 def etag_of(path: str, data: bytes) -> str:
     """The Hub's: SHA-256 of large files, git's blob hash of others."""
-    if any(fnmatch(path, pattern) for pattern in LARGE):
+    if is_large(path):
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
@@ -191,7 +212,9 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 if hub.broken:
                     raise Refusal(500, "", "Internal Server Error")
                 if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
-                    self.send_file(*match.groups(), token)
+                    self.resolve(*match.groups(), token)
+                elif match := re.fullmatch(r"/cdn/([^/]+/[^/]+)/([^/]+)/(.+)", path):
+                    self.send_file(hub.branch(hub.repos[match[1]], match[2]), match[3])
                 else:
                     self.send(200, json.dumps(self.route(path, body, token)).encode())
             except Refusal as no:
@@ -224,17 +247,24 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                     return run(*match.groups())
             raise Refusal(404, "", f"No route for {self.command} {path}")
 
-        def send_file(self, name: str, revision: str, path: str, token: str | None) -> None:
+        def resolve(self, name: str, revision: str, path: str, token: str | None) -> None:
             branch = hub.branch(hub.readable(name, token), revision)
             if path not in branch.files:
                 raise Refusal(404, "EntryNotFound", "Entry not found")
+            if not is_large(path):
+                return self.send_file(branch, path)
             data = branch.files[path]
             headers = {
-                "ETag": f'"{etag_of(path, data)}"',
-                "X-Repo-Commit": branch.commit,
+                "Location": f"{hub.url}/cdn/{name}/{branch.commit}/{path}",
+                "X-Linked-ETag": f'"{etag_of(path, data)}"',
                 "X-Linked-Size": str(len(data)),
-                "Accept-Ranges": "bytes",
+                "X-Repo-Commit": branch.commit,
             }
+            self.send(302, b"", headers)
+
+        def send_file(self, branch: Branch, path: str) -> None:
+            data = branch.files[path]
+            headers = {"ETag": f'"{etag_of(path, data)}"', "X-Repo-Commit": branch.commit, "Accept-Ranges": "bytes"}
             status, start = 200, 0
             if match := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
                 status, start = 206, int(match[1])
@@ -242,6 +272,14 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             if self.command == "GET" and path in hub.cut:
                 hub.cut.discard(path)
                 self.send(status, data[start:], headers, sent=(len(data) - start) // 2)
+                self.close_connection = True
+                return
+            if self.command == "GET" and path in hub.hold:
+                hub.hold.discard(path)
+                self.send(status, data[start:], headers, sent=(len(data) - start) // 2)
+                self.wfile.flush()
+                hub.held.set()
+                hub.release.wait()
                 self.close_connection = True
                 return
             self.send(status, data[start:], headers)

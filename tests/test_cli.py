@@ -192,6 +192,8 @@ def bad_inputs():
         "too many new tokens": (["generate", *prompt, "--max-new-tokens", 500], {}, "context of 256"),
         "no such target": (["generate", *prompt], {"target": "./nowhere"}, "No target at"),
         "no such drafter": (["generate", *prompt], {"drafter": "nowhere"}, "No drafter at"),
+        "brackets in a name": (["generate", *prompt], {"drafter": "./[serve]"}, "No drafter at ./[serve]:"),
+        "what looks like markup": (["generate", *prompt], {"drafter": "./[/red]"}, "No drafter at ./[/red]:"),
         "wrong repo id": (
             ["generate", *prompt],
             {"drafter": "nobody/nothing-of-the-kind"},

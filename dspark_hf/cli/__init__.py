@@ -8,11 +8,13 @@ from __future__ import annotations
 import sys
 
 import typer
+from rich.text import Text
 
-from . import convert, generate, measure, publish, serve, train  # registers the commands, in the order of the help text
+# Registers the commands, in the order of the help text.
+from . import convert, drafters, generate, measure, publish, serve, train
 from .app import app, err
 
-__all__ = ["app", "convert", "generate", "main", "measure", "publish", "serve", "train"]
+__all__ = ["app", "convert", "drafters", "generate", "main", "measure", "publish", "serve", "train"]
 
 
 def main() -> None:
@@ -22,7 +24,7 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     except (ValueError, OSError) as error:
-        err.print(f"[red]Error:[/red] {' '.join(str(error).split())}", highlight=False, soft_wrap=True)
+        err.print(Text.assemble(("Error:", "red"), " ", " ".join(str(error).split())), soft_wrap=True)
         sys.exit(2)
     except Exception as error:
         if not hasattr(error, "show"):  # click's usage errors print themselves

@@ -17,11 +17,14 @@ app = typer.Typer(
     help="Faster generation with Hugging Face language models, token for token the same.",
 )
 # In a file or a pipe, rich would squeeze tables into 80 columns.
-out = Console(width=None if sys.stdout.isatty() else 130)
-err = Console(stderr=True)
+# Without markup: what we print holds names, paths and errors, whose brackets are to be seen.
+out = Console(width=None if sys.stdout.isatty() else 130, markup=False)
+err = Console(stderr=True, markup=False)
 
 TargetOption = Annotated[str, typer.Option(help="Target model: a Hub id or a folder.")]
-DrafterOption = Annotated[str, typer.Option(help="Drafter: a Hub id or a folder.")]
+DrafterOption = Annotated[
+    str, typer.Option(help="Drafter: a Hub id or a folder; auto is the target's known one (see dspark-hf drafters).")
+]
 DtypeOption = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
 DeviceOption = Annotated[str | None, typer.Option(help="Device, e.g. cpu or cuda; an accelerator where there is one.")]
 

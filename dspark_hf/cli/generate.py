@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
-from ..pairs import DEFAULT_DRAFTER, DEFAULT_TARGET
+from ..finding import AUTO
+from ..pairs import DEFAULT_TARGET
 from .app import DeviceOption, DrafterOption, DtypeOption, TargetOption, app, at_least, err, out, writable_file
 
 
@@ -16,7 +18,7 @@ from .app import DeviceOption, DrafterOption, DtypeOption, TargetOption, app, at
 def generate(
     prompt: Annotated[str, typer.Option(help="What to ask; the target's chat template is put around it.")],
     target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = DEFAULT_DRAFTER,
+    drafter: DrafterOption = AUTO,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens of this probability mass.")] = 1.0,
@@ -28,21 +30,20 @@ def generate(
 ) -> None:
     """Answer one prompt with target and drafter."""
     from ..evaluation.completion import DecodingOptions, complete
-    from ..pairs import load_drafter, load_target
+    from ..pairs import load_pair
 
     if not prompt.strip():
         raise ValueError("The prompt is empty. Give some text with --prompt.")
     at_least(max_new_tokens, 1, "--max-new-tokens")
     at_least(temperature, 0, "--temperature")
-    loaded = load_target(target, device, dtype)
+    pair = load_pair(target, drafter, device, dtype)
     options = DecodingOptions(max_new_tokens, temperature, top_p, seed)
-    draft_model = load_drafter(drafter, loaded.model)
-    result = complete(loaded, prompt, options, draft_model, stream=stream and not json_output)
+    result = complete(pair.target, prompt, options, pair.drafter, stream=stream and not json_output)
     if json_output:
         out.print_json(data=result.to_dict())
         return
     if not stream:
-        out.print(result.text, markup=False, highlight=False)
+        out.print(result.text, highlight=False)
     err.print(
         f"{len(result.token_ids)} tokens, {result.tokens_per_second:.1f} tok/s, τ {result.accept_length:.2f}",
         highlight=False,
@@ -62,7 +63,7 @@ def batch(
         Path | None, typer.Option("--out", help="JSONL of answers, in the order of the prompts.")
     ] = None,
     target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = DEFAULT_DRAFTER,
+    drafter: DrafterOption = AUTO,
     max_sequences: Annotated[int, typer.Option(help="Most requests at once.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -81,13 +82,13 @@ def batch(
     from ..evaluation.answers import answer_all, read_questions
     from ..evaluation.completion import DecodingOptions
     from ..files import write_text
-    from ..pairs import load_drafter, load_target
+    from ..pairs import load_pair
 
     at_least(max_sequences, 1, "--max-sequences")
     writable_file(out_file)
     questions = read_questions(prompts, DecodingOptions(max_new_tokens, temperature, top_p, seed))
-    loaded = load_target(target, device, dtype)
-    draft_model = load_drafter(drafter, loaded.model)
+    pair = load_pair(target, drafter, device, dtype)
+    loaded, draft_model = pair.target, pair.drafter
     answers: dict[int, dict[str, Any]] = {}
     engine: dict[str, Any] = {}
 
@@ -130,19 +131,19 @@ def race(
         "Write a Python function that returns all prime numbers up to n with the sieve of Eratosthenes."
     ),
     target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = DEFAULT_DRAFTER,
+    drafter: DrafterOption = AUTO,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 160,
     device: DeviceOption = None,
     dtype: DtypeOption = "auto",
 ) -> None:
     """Plain decoding against DSpark in the terminal: the same prompt, greedy, one after the other."""
     from ..evaluation.completion import DecodingOptions, complete
-    from ..pairs import load_drafter, load_target
+    from ..pairs import load_pair
 
     at_least(max_new_tokens, 1, "--max-new-tokens")
     with err.status("Loading target and drafter"):
-        loaded = load_target(target, device, dtype)
-        draft_model = load_drafter(drafter, loaded.model)
+        pair = load_pair(target, drafter, device, dtype)
+        loaded, draft_model = pair.target, pair.drafter
         for assistant in (None, draft_model):  # warm-up
             complete(loaded, prompt, DecodingOptions(max_new_tokens=4), assistant)
     options = DecodingOptions(max_new_tokens=max_new_tokens)
@@ -150,12 +151,12 @@ def race(
     for title, assistant in (("plain decoding", None), ("DSpark", draft_model)):
         out.rule(title)
         results.append(complete(loaded, prompt, options, assistant, stream=True))
-        out.print(f"[bold]{results[-1].tokens_per_second:.1f} tok/s[/bold]", highlight=False)
+        out.print(f"{results[-1].tokens_per_second:.1f} tok/s", style="bold", highlight=False)
     plain, fast = results
     out.rule("result")
     same = "the same tokens" if plain.token_ids == fast.token_ids else "DIFFERENT tokens (a tie? see dspark-hf bench)"
+    speedup = f"{fast.tokens_per_second / plain.tokens_per_second:.2f}×"
     out.print(
-        f"[bold]{fast.tokens_per_second / plain.tokens_per_second:.2f}×[/bold] the speed, {same}, "
-        f"τ {fast.accept_length:.2f} tokens a round",
+        Text.assemble((speedup, "bold"), f" the speed, {same}, τ {fast.accept_length:.2f} tokens a round"),
         highlight=False,
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ..pairs import DEFAULT_DRAFTER, DEFAULT_TARGET
+from ..finding import AUTO
+from ..pairs import DEFAULT_TARGET
 from .app import (
     DeviceOption,
     DrafterOption,
@@ -40,7 +41,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print the figures as JSO
 def bench(
     prompts: Annotated[Path | None, typer.Option(help="JSONL of prompts with 'domain'. [default: our own 24]")] = None,
     target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = DEFAULT_DRAFTER,
+    drafter: DrafterOption = AUTO,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     limit: Annotated[int | None, typer.Option(help="Only the first prompts of each domain.")] = None,
@@ -73,7 +74,7 @@ def bench(
     from ..evaluation.report import bench_table, concurrency_table
     from ..evaluation.speed import run_bench, step_seconds, summarise
     from ..files import write_json
-    from ..pairs import load_drafter, load_target
+    from ..pairs import load_pair
     from ..scheduling.admission import FixedLength
 
     at_least(max_new_tokens, 2, "--max-new-tokens")
@@ -92,8 +93,8 @@ def bench(
     names = numbers(policies, str, "--policies") or (("fixed:1", "fixed:3", "fixed:7") if levels else ())
     for name in names:
         check_policy(name)
-    loaded = load_target(target, device, dtype)
-    draft_model = load_drafter(drafter, loaded.model)
+    pair = load_pair(target, drafter, device, dtype)
+    loaded, draft_model = pair.target, pair.drafter
     draft_model.skinny_linear = not stock_layers
     if draft_tokens is not None:
         draft_model.admission = FixedLength(draft_tokens)
@@ -121,7 +122,7 @@ def bench(
 @app.command(epilog="Example: dspark-hf profile --max-rows 16 --depths 128,1024 --plot curve.png")
 def profile(
     target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = DEFAULT_DRAFTER,
+    drafter: DrafterOption = AUTO,
     max_rows: Annotated[int, typer.Option(help="Most tokens in one forward.")] = 64,
     depths: Annotated[str, typer.Option(help="Tokens of context before them.")] = "128,1024,4096",
     sweeps: Annotated[int, typer.Option(help="Repeats of every measurement, interleaved.")] = 5,
@@ -135,14 +136,14 @@ def profile(
 
     from ..decoding.profiling import ProfilePlan, measure_step_rates
     from ..evaluation.report import step_rate_table
-    from ..pairs import load_drafter, load_target
+    from ..pairs import load_pair
 
     at_least(max_rows, 1, "--max-rows")
     plan = ProfilePlan(tuple(range(1, max_rows + 1)), numbers(depths, int, "--depths"), sweeps)
     if plot is not None:
         need_modules("matplotlib")
-    loaded = load_target(target, device, dtype)
-    draft_model = load_drafter(drafter, loaded.model)
+    pair = load_pair(target, drafter, device, dtype)
+    loaded, draft_model = pair.target, pair.drafter
     rates = measure_step_rates(loaded.model, draft_model, plan)
     try:
         place = f"Kept in {rates.save()}."
@@ -163,7 +164,7 @@ def profile(
 def calibrate(
     prompts: PromptsOption = None,
     target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = DEFAULT_DRAFTER,
+    drafter: DrafterOption = AUTO,
     out_folder: Annotated[
         Path | None, typer.Option("--out", help="Folder for the calibrated drafter. [default: the drafter's own]")
     ] = None,
@@ -184,17 +185,18 @@ def calibrate(
     from ..evaluation.completion import DecodingOptions
     from ..evaluation.prompt_sets import load_conversations
     from ..evaluation.report import calibration_table
-    from ..pairs import drafter_folder, load_drafter, load_target
+    from ..pairs import choose_drafter, drafter_folder, load_pair
 
     at_least(max_new_tokens, 8, "--max-new-tokens")
     at_least(temperature, 0, "--temperature")
     at_least(1 if limit is None else limit, 1, "--limit")
     need_modules("sklearn", *(["matplotlib"] if report is not None else []))
+    drafter = choose_drafter(drafter, target)
     source = drafter_folder(drafter)
     destination = check_destination(source, out_folder)
     conversations = load_conversations(prompts, limit)
-    loaded = load_target(target, device, dtype)
-    draft_model = load_drafter(drafter, loaded.model)
+    pair = load_pair(target, drafter, device, dtype)
+    loaded, draft_model = pair.target, pair.drafter
     options = DecodingOptions(max_new_tokens, temperature, seed=seed)
     rounds_file = None if report is None else report / "rounds.jsonl"
     result = run_calibration(loaded, draft_model, conversations, options, rounds_file)
@@ -217,19 +219,26 @@ def calibrate(
 
 @app.command(
     name="eval",
-    epilog="Example: dspark-hf eval --prompts gsm8k --limit 50 --temperature 1 --threshold-sweep --report out",
+    epilog="Example: dspark-hf eval --prompts gsm8k --limit 50 --temperature 1 --threshold-sweep --report out, or "
+    "dspark-hf eval --drafter ours=my-drafter --drafter theirs=other-drafter --temperature 1,0 --report out",
 )
 def evaluate(
     prompts: PromptsOption = None,
     target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = DEFAULT_DRAFTER,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Drafter: a Hub id or a folder, or auto (the known one of the target, also where none is given); again for each "
+            "one to compare, as name=path if you like."
+        ),
+    ] = None,
     policy: Annotated[
         str,
         typer.Option(
             help="full (whole blocks), own (the drafter's), fixed:N, threshold:T, throughput, lagged, lookahead."
         ),
     ] = "full",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Annotated[str, typer.Option(help="0 is greedy; several with commas between them, e.g. 1,0.")] = "0",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 128,
     limit: LimitOption = None,
     threshold_sweep: Annotated[
@@ -243,43 +252,94 @@ def evaluate(
     dtype: DtypeOption = "auto",
     json_output: JsonFlag = False,
 ) -> None:
-    """Measure acceptance by domain and source: τ, acceptance by position, wasted drafts, reliability."""
+    """Measure acceptance by domain and source: τ, acceptance by position, wasted drafts, reliability; several drafters side by
+    side."""
     from ..evaluation.acceptance import collect
+    from ..evaluation.comparison import named_drafters
     from ..evaluation.completion import DecodingOptions
     from ..evaluation.policies import check_policy
     from ..evaluation.prompt_sets import load_conversations
     from ..evaluation.report import evaluation_table
     from ..evaluation.summary import summarise_evaluation, write_report
-    from ..pairs import load_drafter, load_target
+    from ..pairs import choose_drafter, load_drafter, load_target
 
     at_least(max_new_tokens, 2, "--max-new-tokens")
-    at_least(temperature, 0, "--temperature")
+    temperatures = numbers(temperature, float, "--temperature")
+    for value in temperatures:
+        at_least(value, 0, "--temperature")
+    if not temperatures or len(set(temperatures)) < len(temperatures):
+        raise ValueError(f"--temperature takes one number or more, each once, got {temperature!r}.")
     at_least(1 if limit is None else limit, 1, "--limit")
     check_policy(policy)
+    given = [choose_drafter(text, target) for text in drafter or [AUTO]]
+    named = {label: choose_drafter(path, target) for label, path in named_drafters(given).items()}
+    several = len(named) > 1 or len(temperatures) > 1
     if threshold_sweep and policy != "full":
         raise ValueError(f"--threshold-sweep needs whole blocks: leave --policy at full, got {policy}.")
+    if threshold_sweep and several:
+        raise ValueError(
+            "--threshold-sweep is of one drafter at one temperature: give one --drafter and --temperature."
+        )
     if report is not None:
         need_modules("matplotlib")
     conversations = load_conversations(prompts, limit)
     loaded = load_target(target, device, dtype)
-    draft_model = load_drafter(drafter, loaded.model)
+    models = {label: load_drafter(path, loaded.model) for label, path in named.items()}
+    options = [DecodingOptions(max_new_tokens, value, seed=seed) for value in temperatures]
+    if several:
+        facts: dict[str, Any] = {"target": target, "drafters": named, "policy": policy, "prompts": prompts or "our own"}
+        facts |= {"tokens per answer at most": max_new_tokens, "seed": seed}
+        _compare(loaded, models, conversations, options, policy, facts, report, json_output)
+        return
+    ((label, draft_model),) = models.items()
     if threshold_sweep and draft_model.confidence_head is None:
         raise ValueError("--threshold-sweep needs a drafter with a confidence head.")
-    options = DecodingOptions(max_new_tokens, temperature, seed=seed)
     file = None if report is None else report / "rounds.jsonl"
-    samples = collect(loaded, draft_model, conversations, options, policy, file)
+    samples = collect(loaded, draft_model, conversations, options[0], policy, file)
     summary = summarise_evaluation(samples, draft_model, threshold_sweep)
     if report is not None:
-        facts = {"target": target, "drafter": drafter, "policy": policy, "temperature": temperature}
+        facts = {"target": target, "drafter": named[label], "policy": policy, "temperature": temperatures[0]}
         write_report(summary, samples, draft_model, facts, report)
     if json_output:
         out.print_json(data=summary)
     else:
         out.print(evaluation_table(summary))
-        if report is not None:
-            out.print(f"Report: {report / 'report.html'}", highlight=False, soft_wrap=True)
+        _say_where(report)
     failed = summary["groups"]["all"]["failed"]
     if failed:
         err.print(
             f"{failed} turns failed and are not in the figures (the JSON says why); run again with the same --report to retry."
         )
+
+
+def _compare(target, models, conversations, options, policy, facts, report: Path | None, json_output: bool) -> None:
+    from ..evaluation.comparison import compare, run_comparison, run_folder
+    from ..evaluation.comparison_report import comparison_table, write_comparison
+    from ..evaluation.summary import summarise_evaluation, write_report
+
+    results = run_comparison(target, models, conversations, options, policy, report)
+    summary = compare(results, models)
+    if report is not None:
+        write_comparison(summary, facts, report)
+        for temperature, runs in results.items():
+            for label, samples in runs.items():
+                of_run = {"target": target.name, "drafter": facts["drafters"][label], "policy": policy}
+                figures = summarise_evaluation(samples, models[label], sweep=False)
+                folder = run_folder(report, label, float(temperature))
+                write_report(figures, samples, models[label], of_run | {"temperature": temperature}, folder)
+    if json_output:
+        out.print_json(data={"facts": facts} | summary)
+    else:
+        out.print(comparison_table(summary))
+        _say_where(report)
+    for temperature, compared in summary["temperatures"].items():
+        if compared["left_out"]:
+            err.print(
+                f"Temperature {temperature}: {compared['left_out']} prompts failed under a drafter and are left out for all (the "
+                "JSON says why); run again with the same --report to retry."
+            )
+
+
+def _say_where(report: Path | None) -> None:
+    if report is not None:
+        out.print(f"Report: {report / 'report.html'}", highlight=False, soft_wrap=True)

@@ -44,7 +44,7 @@ def card(
     file = write_card(folder, options, force)
     out.print(f"The card is {file}.", highlight=False, soft_wrap=True)
     for line in missing_files(folder):
-        err.print(f"Left out: {line}", highlight=False, markup=False, soft_wrap=True)
+        err.print(f"Left out: {line}", highlight=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: dspark-hf push my-drafter me/my-drafter --private")
@@ -69,7 +69,7 @@ def push(
         out.print_json(data=asdict(done) | {"dry_run": dry_run})
         return
     for name, size in done.files.items():
-        out.print(f"{size:>12,}  {name}", highlight=False, markup=False, soft_wrap=True)
+        out.print(f"{size:>12,}  {name}", highlight=False, soft_wrap=True)
     megabytes = sum(done.files.values()) / 1e6
     verb = "would go to" if dry_run else "are at"
     out.print(f"{len(done.files)} files, {megabytes:.1f} MB, {verb} {done.url}", highlight=False, soft_wrap=True)

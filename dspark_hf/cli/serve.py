@@ -7,14 +7,15 @@ from typing import Annotated
 
 import typer
 
-from ..pairs import DEFAULT_DRAFTER, DEFAULT_TARGET
+from ..finding import AUTO
+from ..pairs import DEFAULT_TARGET
 from .app import DeviceOption, DrafterOption, DtypeOption, TargetOption, app, at_least, err, need_modules
 
 
 @app.command(epilog="Example: dspark-hf serve --port 8000, then point any OpenAI client at http://127.0.0.1:8000/v1")
 def serve(
     target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = DEFAULT_DRAFTER,
+    drafter: DrafterOption = AUTO,
     host: Annotated[
         str, typer.Option(help="Address to listen at; others can reach 0.0.0.0, so give a key with it.")
     ] = ("127.0.0.1"),
@@ -44,7 +45,7 @@ def serve(
     import uvicorn
 
     from ..engine.engine import BatchEngine
-    from ..pairs import load_drafter, load_target
+    from ..pairs import load_pair
     from ..serving.api import ServerLimits, make_app
 
     try:  # before anything is loaded
@@ -53,16 +54,14 @@ def serve(
         raise OSError(
             f"Can't listen at {host}, port {port} ({error.strerror}): choose another --host or --port."
         ) from None
-    loaded = load_target(target, device, dtype)
-    draft_model = load_drafter(drafter, loaded.model)
+    pair = load_pair(target, drafter, device, dtype)
+    loaded, draft_model = pair.target, pair.drafter
     engine = BatchEngine(loaded.model, draft_model, max_sequences=max_sequences, keep_finished=max_sequences)
     if host not in ("127.0.0.1", "localhost", "::1") and api_key is None:
-        err.print(f"[yellow]Anyone who reaches {host} can use this server: give --api-key.[/yellow]", highlight=False)
+        err.print(f"Anyone who reaches {host} can use this server: give --api-key.", style="yellow", highlight=False)
     limits = ServerLimits(max_body_bytes, max_answer_tokens, max_requests)
     place = f"[{host}]" if ":" in host else host
-    err.print(
-        f"{loaded.name} at http://{place}:{port}/v1 (Ctrl-C stops it)", highlight=False, markup=False, soft_wrap=True
-    )
+    err.print(f"{loaded.name} at http://{place}:{port}/v1 (Ctrl-C stops it)", highlight=False, soft_wrap=True)
     served = make_app(loaded, engine, api_key, limits)
     config = uvicorn.Config(served, log_level="warning", timeout_graceful_shutdown=30)
     uvicorn.Server(config).run(sockets=[listener])

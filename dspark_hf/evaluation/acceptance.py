@@ -1,7 +1,7 @@
 """How drafts fare on real prompts: decoding them, keeping every round, figures by domain and source.
 
-Owns: collecting rounds (resumable), acceptance figures, the threshold sweep. Does not own: calibration's fit
-(`scheduling.calibration`), pictures (`plots`), the page (`html`).
+Owns: collecting rounds, acceptance figures, the threshold sweep. Does not own: the records and their file (`samples`),
+calibration's fit (`scheduling.calibration`), pictures (`plots`), the page (`html`).
 Axes: N rounds, γ positions. τ counts tokens committed per round, bonus token included (paper eq. 1).
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +18,18 @@ import numpy as np
 from tqdm import tqdm
 from transformers.utils import logging
 
-from ..files import write_text
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
 from ..scheduling.calibration import survival
 from ..texts import encode_messages
 from .completion import DecodingOptions, check_length, timed_generate
+from .intervals import Bootstrap, interval
 from .policies import using_policy
 from .prompt_sets import Conversation
+from .samples import Journal, Sample, settings_of
 
 logger = logging.get_logger(__name__)
 THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(20))
-
-
-@dataclass
-class Sample:
-    """One answered turn: its rounds as (drafted, accepted), raw confidence logits of each round, or what went wrong."""
-
-    index: int
-    turn: int
-    domain: str
-    source: str
-    tokens: int = 0
-    seconds: float = 0.0
-    rounds: list[tuple[int, int]] = field(default_factory=list)
-    logits: list[list[float]] = field(default_factory=list)
-    parked: int = 0
-    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -85,29 +70,14 @@ def collect(
     Raises:
         ValueError: `file` was written with other settings.
     """
-    settings = {
-        "target": target.name,
-        "dtype": str(target.model.dtype),
-        "drafter": _fingerprint(drafter),
-        "policy": policy,
-        "prompts": hashlib.sha256(json.dumps([asdict(c) for c in conversations]).encode()).hexdigest(),
-        "options": asdict(options),
-    }
-    samples = [] if file is None else _resume(file, settings)
-    done = {s.index for s in samples if s.error is None and _is_last(s, conversations)}
-    samples = [s for s in samples if s.index in done]
-    if file is not None:
-        _rewrite(file, settings, samples)
+    settings = settings_of(target, conversations, options, drafter=fingerprint(drafter), policy=policy)
+    journal = Journal(Sample, file, settings, conversations)
     for index, conversation in enumerate(tqdm(conversations, desc=description, unit="prompt", disable=None)):
-        if index in done:
+        if index in journal.done:
             continue
         with using_policy(policy, target.model, drafter):
-            new = _answer(target, drafter, index, conversation, options)
-        samples += new
-        if file is not None:
-            with file.open("a", encoding="utf-8") as lines:
-                lines.writelines(json.dumps(asdict(s)) + "\n" for s in new)
-    return samples
+            journal.add(_answer(target, drafter, index, conversation, options))
+    return journal.records
 
 
 def _answer(
@@ -123,9 +93,7 @@ def _answer(
         try:
             ids = encode_messages(target.tokenizer, messages)
             check_length(target.model, len(ids), options.max_new_tokens)
-            seeded = DecodingOptions(
-                options.max_new_tokens, options.temperature, options.top_p, options.seed + 1000 * index + number
-            )
+            seeded = replace(options, seed=turn_seed(options, index, number))
             answer, sample.seconds = timed_generate(target.model, ids, seeded, assistant_model=drafter)
         except (ValueError, RuntimeError) as error:
             sample.error = f"{type(error).__name__}: {error}"
@@ -143,40 +111,16 @@ def _answer(
     return samples
 
 
-def _is_last(sample: Sample, conversations: Sequence[Conversation]) -> bool:
-    return sample.turn == len(conversations[sample.index].later_turns)
+def turn_seed(options: DecodingOptions, index: int, turn: int) -> int:
+    """Starts the draws of one turn of one conversation, whatever was decoded before it."""
+    return options.seed + 1000 * index + turn
 
 
-def _fingerprint(drafter: DSparkDraftModel) -> str:
+def fingerprint(drafter: DSparkDraftModel) -> str:
     """Tells this drafter from another one, and from itself before more training or calibration."""
     config = {k: v for k, v in drafter.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     weights = [float(p.detach().double().sum()) for p in drafter.parameters()]
     return hashlib.sha256(json.dumps([config, weights], sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _resume(file: Path, settings: dict[str, Any]) -> list[Sample]:
-    if not file.exists():
-        return []
-    header, *lines = file.read_text(encoding="utf-8").splitlines() or [""]
-    try:
-        same = json.loads(header) == settings
-    except ValueError:
-        same = False
-    if not same:
-        raise ValueError(f"{file} was written with other settings or prompts. Remove it, or give another folder.")
-    samples = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:  # a line that was cut off: its conversation is done again
-            break
-        record["rounds"] = [(d, a) for d, a in record["rounds"]]
-        samples.append(Sample(**record))
-    return samples
-
-
-def _rewrite(file: Path, settings: dict[str, Any], samples: Sequence[Sample]) -> None:
-    write_text("".join(json.dumps(r) + "\n" for r in (settings, *map(asdict, samples))), file)
 
 
 def acceptance_figures(samples: Sequence[Sample], length: int) -> dict[str, Any]:
@@ -205,17 +149,35 @@ def acceptance_figures(samples: Sequence[Sample], length: int) -> dict[str, Any]
     }
 
 
-def grouped(samples: Sequence[Sample], length: int) -> dict[str, dict[str, Any]]:
-    """Figures of each domain, of each source in it, and of all."""
+def by_source(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
+    """The samples of each source, named `domain/source`, or `domain` alone where the domain is its only source."""
+    sources: dict[str, set[str]] = {}
+    for s in samples:
+        sources.setdefault(s.domain, set()).add(s.source)
     groups: dict[str, list[Sample]] = {}
     for s in samples:
-        groups.setdefault(s.domain, []).append(s)
-    for s in samples:
-        if s.source != s.domain:
-            groups.setdefault(f"{s.domain}/{s.source}", []).append(s)
-    groups = dict(sorted(groups.items()))
-    return {name: acceptance_figures(group, length) for name, group in groups.items()} | {
-        "all": acceptance_figures(samples, length)
+        name = s.domain if sources[s.domain] == {s.domain} else f"{s.domain}/{s.source}"
+        groups.setdefault(name, []).append(s)
+    return dict(sorted(groups.items()))
+
+
+def groups_of(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
+    """The samples of each domain, of each source in it, and all."""
+    groups = by_source(samples)
+    for domain in {s.domain for s in samples}:
+        groups[domain] = [s for s in samples if s.domain == domain]
+    return dict(sorted(groups.items())) | {"all": list(samples)}
+
+
+def grouped(samples: Sequence[Sample], length: int) -> dict[str, dict[str, Any]]:
+    """Figures of each group, with a confidence interval of τ (`None` where there are too few prompts)."""
+    good = [s for s in samples if s.error is None]
+    bootstrap = Bootstrap(good)
+    answered = groups_of(good)
+    return {
+        name: acceptance_figures(group, length)
+        | {"accept_length_interval": interval(bootstrap.accept_lengths(answered.get(name, [])))}
+        for name, group in groups_of(samples).items()
     }
 
 

@@ -17,7 +17,7 @@ img { max-width: 100%; height: auto; }
 
 
 def page(title: str, facts: dict[str, Any], parts: Sequence[str]) -> str:
-    """A page of `parts` (from `table` and `picture`) under a list of facts."""
+    """A page of `parts` (from `table`, `paragraph` and `picture`) under a list of facts."""
     listed = "".join(f"<li>{html.escape(str(k))}: {html.escape(str(v))}</li>" for k, v in facts.items())
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -32,6 +32,11 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
     head = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in columns)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(str(c))}</td>" for c in row) + "</tr>" for row in rows)
     return f"<h2>{html.escape(title)}</h2><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def paragraph(text: str) -> str:
+    """A line of text."""
+    return f"<p>{html.escape(text)}</p>"
 
 
 def picture(title: str, data: bytes, description: str) -> str:

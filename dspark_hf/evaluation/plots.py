@@ -93,6 +93,45 @@ def acceptance_curves(groups: dict[str, dict[str, Any]]):
     return figure
 
 
+def position_curves(groups: dict[str, Any]):
+    """Conditional acceptance of each position, a line for each drafter, a panel for each domain and for all (paper Fig. 2)."""
+    names = [n for n, g in groups.items() if "/" not in n and "rounds" in next(iter(g["drafters"].values()))]
+    length = max(len(d["acceptance_by_position"]) for d in groups["all"]["drafters"].values())
+    figure, axes = _figure(len(names), 3.4, 3.8)
+    for axis, name in zip(axes, names):
+        for i, (label, figures) in enumerate(groups[name]["drafters"].items()):
+            points = [(k + 1, a) for k, a in enumerate(figures["acceptance_by_position"]) if a is not None]
+            if points:
+                axis.plot(*zip(*points), color=_COLOURS[i % 7], marker=_MARKERS[i % 7], label=label)
+        axis.set(title=name, xlabel="position in the block", xticks=range(1, length + 1), ylim=(0, 1.02))
+        axis.set_xlim(0.5, length + 0.5)
+    axes[0].set_ylabel("accepted, given that all before were")
+    figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8)
+    return figure
+
+
+def accept_length_bars(temperatures: dict[str, Any]):
+    """τ of every drafter by domain and as the sources' mean, with 95 % intervals; a panel for each temperature."""
+    figure, axes = _figure(len(temperatures), 6.0, 3.8)
+    for axis, (temperature, compared) in zip(axes, temperatures.items()):
+        groups = {n: g["drafters"] for n, g in compared["groups"].items() if "/" not in n and n != "all"}
+        labels = list(next(iter(groups.values())))
+        width = 0.8 / len(labels)
+        for i, label in enumerate(labels):
+            values = [drafters[label]["accept_length"] for drafters in groups.values()]
+            ends = [drafters[label]["accept_length_interval"] for drafters in groups.values()]
+            errors = [
+                (np.nan, np.nan) if end is None else (max(value - end[0], 0.0), max(end[1] - value, 0.0))
+                for value, end in zip(values, ends)
+            ]
+            places = np.arange(len(groups)) + (i - (len(labels) - 1) / 2) * width
+            axis.bar(places, values, width, color=_COLOURS[i % 7], label=label, yerr=np.transpose(errors), capsize=2)
+        axis.set_xticks(range(len(groups)), list(groups))
+        axis.set(title=f"temperature {temperature}", ylabel="τ, tokens committed a round")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8)
+    return figure
+
+
 def sweep_curves(sweeps: dict[str, list[dict[str, float]]]):
     """Acceptance rate and accepted length against the confidence threshold (paper Fig. 5)."""
     figure, (left, right) = _figure(2, 4.6, 3.8)

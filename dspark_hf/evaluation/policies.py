@@ -26,6 +26,11 @@ def check_policy(name: str) -> None:
         raise ValueError(f"There is no policy {name!r}. Allowed: {NAMES}.")
 
 
+def reads_block_alone(name: str) -> bool:
+    """Whether the named policy decides from the block alone, not from measured times or earlier rounds."""
+    return name == "full" or _numbered_policy(name) is not None
+
+
 def _numbered_policy(name: str) -> FixedLength | ConfidenceThreshold | None:
     kind, _, number = name.partition(":")
     try:

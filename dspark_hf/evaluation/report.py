@@ -29,7 +29,7 @@ _BENCH_COLUMNS = (
 )
 
 
-def _table(title: str, columns: tuple[str, ...]) -> Table:
+def make_table(title: str, columns: tuple[str, ...]) -> Table:
     table = Table(title=title)
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left", no_wrap=i == 0)
@@ -38,7 +38,7 @@ def _table(title: str, columns: tuple[str, ...]) -> Table:
 
 def bench_table(summary: dict[str, Any]) -> Group:
     """The bench's figures by domain, the policies side by side, and the prompts whose output differed."""
-    table = _table(
+    table = make_table(
         "tokens per second, and speed as a multiple of plain decoding (median of prompts)",
         _BENCH_COLUMNS,
     )
@@ -89,7 +89,7 @@ def bench_table(summary: dict[str, Any]) -> Group:
 
 def _policy_table(domains: dict[str, Any]) -> Table:
     """One line a policy; for each domain tokens per second, τ, and verified drafts a round."""
-    table = _table(
+    table = make_table(
         "policies: tok/s · τ · drafts verified a round · rounds parked · copied",
         ("policy", *(name for name in domains)),
     )
@@ -110,7 +110,7 @@ def _policy_table(domains: dict[str, Any]) -> Table:
 def step_rate_table(rates: StepRates) -> Group:
     """Milliseconds of the target's forward by rows and depth, and what drafting costs."""
     columns = (f"{d} tokens of context" for d in rates.depths)
-    table = _table("milliseconds of one target forward (half the spread)", ("tokens", *columns))
+    table = make_table("milliseconds of one target forward (half the spread)", ("tokens", *columns))
     for i, rows in enumerate(rates.rows):
         cells = (f"{1e3 * m[i]:.1f} (±{5e2 * s[i]:.1f})" for m, s in zip(rates.target_seconds, rates.target_spread))
         table.add_row(str(rows), *cells)
@@ -123,7 +123,7 @@ def calibration_table(report: CalibrationReport) -> Table:
     """ECE and AUC of the survival at each position, on the rounds that were not fitted on."""
     title = f"survival at temperature {report.temperature:g}: fitted on {report.fit_rounds} rounds, judged on others"
     columns = "position,rounds,reached,ECE before,temperature alone,ECE after,AUC before,AUC after,T,shift"
-    table = _table(title, tuple(columns.split(",")))
+    table = make_table(title, tuple(columns.split(",")))
     fitted = report.calibration
     for p, temperature, shift in zip(report.positions, fitted.temperatures, fitted.shifts):
         auc = ("-" if a is None else f"{a:.3f}" for a in (p.auc_before, p.auc_after))
@@ -131,6 +131,11 @@ def calibration_table(report: CalibrationReport) -> Table:
         counts = str(p.position), str(p.rounds), str(p.reached)
         table.add_row(*counts, *errors, *auc, f"{temperature:.2f}", f"{shift:+.2f}")
     return table
+
+
+def with_margin(value: float, ends: list[float] | None) -> str:
+    """A figure and half the width of its interval, where there is one."""
+    return f"{value:.2f}" if ends is None else f"{value:.2f} ±{(ends[1] - ends[0]) / 2:.2f}"
 
 
 EVALUATION_COLUMNS = ("turns", "failed", "tok/s", "τ", "rate", "drafted", "accepted", "wasted", "parked")
@@ -145,8 +150,8 @@ def evaluation_rows(groups: dict[str, Any]) -> list[list[str]]:
             name,
             str(g["samples"]),
             str(g["failed"]),
-            f"{g['tokens_per_second']:.1f}",
-            f"{g['accept_length']:.2f}",
+            f"{g['tokens_per_second']:.1f}" if g["tokens_per_second"] else "-",  # replayed rounds have no time
+            with_margin(g["accept_length"], g["accept_length_interval"]),
             rate,
         ]
         row += [f"{g[key]:.2f}" for key in ("drafted_per_round", "accepted_per_round", "wasted_per_round")]
@@ -159,13 +164,13 @@ def evaluation_table(summary: dict[str, Any]) -> Group:
     """Figures of each domain and source; the numbered columns are the acceptance of a position given those before it."""
     groups = summary["groups"]
     positions = tuple(str(k + 1) for k in range(len(groups["all"]["acceptance_by_position"])))
-    table = _table("a round, and acceptance by position", ("group", *EVALUATION_COLUMNS, *positions))
+    table = make_table("a round, and acceptance by position", ("group", *EVALUATION_COLUMNS, *positions))
     for row in evaluation_rows(groups):
         table.add_row(*row)
     parts: list[Any] = [table]
     if sweep := summary["threshold_sweep"]:
         thresholds = [f"{point['threshold']:.1f}" for point in sweep["all"][::2]]
-        curve = _table("accepted share of the verified drafts · τ, by confidence threshold", ("group", *thresholds))
+        curve = make_table("accepted share of the verified drafts · τ, by confidence threshold", ("group", *thresholds))
         for name, points in sweep.items():
             cells = (f"{p['acceptance_rate']:.0%} · {p['accept_length']:.2f}" for p in points[::2])
             curve.add_row(name, *cells)
@@ -188,7 +193,7 @@ def concurrency_table(summary: dict[str, Any]) -> Group:
         "step",
         "identical",
     )
-    table = _table(
+    table = make_table(
         "many requests at once (steady: every place taken; verified: a request and step; times in ms)", columns
     )
     for level, methods in summary["levels"].items():

@@ -17,7 +17,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors import SafetensorError, safe_open
 
 from ..configuration_dspark import DSparkConfig
-from ..pairs import hub_is_reachable
+from ..hub import hub_is_reachable
 from .card import CARD, read_card
 from .code import AUTO_MAP, code_files
 from .facts import TRAINING, check_drafter, is_hub_id
