@@ -1,6 +1,6 @@
 """Files that are whole or not there at all, and where this package keeps its own.
 
-Owns: atomic writing, the cache folder. Does not own: what the files mean.
+Owns: atomic writing, the cache folder, telling folders from Hub ids. Does not own: what the files mean.
 """
 
 from __future__ import annotations
@@ -16,6 +16,13 @@ from huggingface_hub import constants
 def cache_folder() -> Path:
     """`dspark` in the Hugging Face cache folder: converted models, step-rate tables."""
     return Path(constants.HF_HOME) / "dspark"
+
+
+def is_hub_id(name: str | None) -> bool:
+    """Whether a name has the Hub's form owner/name and is no folder here."""
+    if not name or name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
+        return False
+    return not Path(name).is_dir()
 
 
 def write_bytes(data: bytes, path: Path) -> None:

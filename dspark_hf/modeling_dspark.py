@@ -83,6 +83,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self.register_buffer("d2t", offsets)
         self._target_embedding: list[nn.Module] = []  # in lists, so that they do not become our submodules
         self._target_head: list[nn.Module] = []
+        self._bound_to: list[nn.Module] = []  # the target's own two; an adapter may replace either
         self.admission: Admission | None = None
         self.step_rates: Any = None  # see scheduling.step_rates; loaded or measured at first need
         self.skinny_linear = True  # see decoding.linear_layers
@@ -116,7 +117,11 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             raise ValueError(
                 f"Give {len(self.d2t)} different target ids in ascending order, got {tuple(token_ids.shape)}."
             )
-        self._target_embedding, self._target_head = [], []  # bound again at next use: the head's rows are others now
+        self._bound_to, self._target_embedding, self._target_head = (
+            [],
+            [],
+            [],
+        )  # bound again at next use: the head's rows are others now
         self.d2t.copy_(token_ids.to(self.d2t.device) - torch.arange(len(token_ids), device=self.d2t.device))
 
     @torch.no_grad()
@@ -126,7 +131,8 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         Raises:
             ValueError: the target's vocabulary or hidden size does not fit this drafter.
         """
-        if self._target_embedding and self._target_embedding[0] is target.get_input_embeddings():
+        parts = [target.get_input_embeddings(), target.get_output_embeddings()]
+        if self._bound_to and all(ours is theirs for ours, theirs in zip(self._bound_to, parts)):
             return
         config = target.config.get_text_config()
         for name, ours in (("vocab_size", self.config.vocab_size), ("hidden_size", self.config.target_hidden_size)):
@@ -137,7 +143,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
                     f"{f' ({trained_for})' if trained_for else ''}, the target {target.config._name_or_path or ''} has "
                     f"{getattr(config, name)}. Use a drafter trained for this target (`dspark-hf train`)."
                 )
-        embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+        embedding, head = parts
         if embedding is None or head is None:
             raise ValueError(f"{type(target).__name__} has no input or output embeddings to share with the drafter.")
         if self.embed_tokens is not None and _same_weight(self.embed_tokens, embedding):
@@ -148,6 +154,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             self.lm_head = None
         if self.embed_tokens is not None or self.lm_head is not None:
             logger.warning_once("The drafter's own embedding or LM head differs from the target's and is kept.")
+        self._bound_to = parts
         self._target_embedding = [embedding]
         self._target_head = [head]
 

@@ -93,20 +93,20 @@ def to_dspark_dict(config: dict[str, Any], shapes: Shapes | None = None) -> dict
     named = f"architectures {architectures}, model_type {config.get('model_type')!r}"
     nested = config.get("dflash_config") or {}
     _refuse_by_name(config, nested, architectures, named)
-    taps = "target_layer_ids" in config and "mask_token_id" in config
-    if _is_speculators(config):
+    packaging = packaging_of(config)
+    if packaging == "speculators":
         ours = _from_speculators(config, named)
-    elif nested.get("projector_type") == "dspark":
+    elif packaging == "SpecForge":
         ours = _from_specforge(config, nested)
-    elif "Qwen3Eagle3Model" in architectures:
+    elif packaging == "DeepSpec Eagle3":
         ours = _from_deepspec_eagle3(config, named)
-    elif "Gemma4DSparkModel" in architectures:
+    elif packaging == "DeepSpec Gemma 4":
         ours = _from_deepspec_gemma4(config)
-    elif "Qwen3DSparkModel" in architectures or (taps and "markov_rank" in config):
+    elif packaging == "DeepSpec":
         ours = _from_deepspec(config)
-    elif nested or "DFlashDraftModel" in architectures:
+    elif packaging == "z-lab":
         ours = _from_zlab(config, nested)
-    elif taps:
+    elif _has_taps(config):
         raise ValueError(f"This drafter's packaging is not read ({named}).{_own_code(config)}")
     else:
         raise ValueError(_no_drafter(config, architectures, named))
@@ -126,7 +126,32 @@ def _own_code(config: dict[str, Any]) -> str:
     return " The code that it brings (auto_map) is not run." if config.get("auto_map") else ""
 
 
-def _is_speculators(config: dict[str, Any]) -> bool:
+def packaging_of(config: Mapping[str, Any]) -> str | None:
+    """The packaging of a config that is read, by its keys alone; `None` for any other."""
+    nested = config.get("dflash_config") or {}
+    architectures = config.get("architectures") or []
+    if config.get("model_type") == "dspark":
+        return "dspark-hf"
+    if _is_speculators(config):
+        return "speculators"
+    if nested.get("projector_type") == "dspark":
+        return "SpecForge"
+    if "Qwen3Eagle3Model" in architectures:
+        return "DeepSpec Eagle3"
+    if "Gemma4DSparkModel" in architectures:
+        return "DeepSpec Gemma 4"
+    if "Qwen3DSparkModel" in architectures or (_has_taps(config) and "markov_rank" in config):
+        return "DeepSpec"
+    if nested or "DFlashDraftModel" in architectures:
+        return "z-lab"
+    return None
+
+
+def _has_taps(config: Mapping[str, Any]) -> bool:
+    return "target_layer_ids" in config and "mask_token_id" in config
+
+
+def _is_speculators(config: Mapping[str, Any]) -> bool:
     return bool(config.get("speculators_model_type") or config.get("speculators_config"))
 
 

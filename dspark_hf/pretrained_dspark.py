@@ -115,7 +115,7 @@ class DSparkPreTrainedModel(PreTrainedModel):
         """
         name = pretrained_model_name_or_path
         wants_info = kwargs.pop("output_loading_info", False)
-        kwargs["use_safetensors"] = True
+        kwargs |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # `_check_weights` refuses those
         hub = {k: kwargs[k] for k in _HUB_OPTIONS if k in kwargs}
         try:
             files: list[str] = []
@@ -157,6 +157,12 @@ class DSparkPreTrainedModel(PreTrainedModel):
             if key in missing:
                 missing.discard(key)
                 setattr(self, part, None)
+        if info["mismatched_keys"]:
+            key, stored, wanted = min(info["mismatched_keys"])
+            raise ValueError(
+                f"The weights of {name} do not fit its config: {key} is {list(stored)}, by the config it would be "
+                f"{list(wanted)} ({len(info['mismatched_keys'])} such weights). Mend config.json."
+            )
         if missing:
             raise ValueError(f"{name} lacks weights of a DSpark drafter: {', '.join(sorted(missing))}.")
         # A weight that nothing reads would change the draft: the layers are of another form than the config says.
@@ -173,6 +179,14 @@ class DSparkPreTrainedModel(PreTrainedModel):
                     raise ValueError(
                         f"{name} says that its draft vocabulary is the target's whole one, but its d2t maps tokens to others."
                     )
+
+        if self.d2t is not None:
+            ids = self.draft_token_ids()
+            if bool((ids < 0).any() or (ids >= self.config.vocab_size).any()) or len(ids.unique()) < len(ids):
+                raise ValueError(
+                    f"{name} has a d2t that names tokens twice or outside the vocabulary of {self.config.vocab_size}. Its "
+                    "values are offsets: target id = draft id + d2t[draft id]."
+                )
 
     def save_pretrained(self, save_directory, *args: Any, **kwargs: Any) -> None:
         """As in transformers, and the generation config (`num_assistant_tokens`, `assistant_confidence_threshold`) too."""

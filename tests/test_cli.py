@@ -255,7 +255,9 @@ def test_ctrl_c(pair, monkeypatch, capsys):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("command", ["train", "generate", "race", "bench", "profile", "calibrate", "eval", "convert"])
+@pytest.mark.parametrize(
+    "command", ["train", "generate", "race", "bench", "profile", "calibrate", "eval", "convert", "doctor"]
+)
 def test_help_has_an_example(command, monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, command, "--help")
     assert code == 0

@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "dspark_hf"
 # From the top to the bottom; rooms of one row do not import each other.
 ROWS = [
     {"cli"},
+    {"doctor"},
     {"serving", "publishing", "evaluation", "training", "conversion"},
     {"engine"},
     {"pairs", "texts"},

@@ -366,3 +366,25 @@ def test_causal_full_layers(target):
     first, second = (drafter(input_ids=x, context_hidden_states=HIDDEN).logits for x in (ids, later))
     torch.testing.assert_close(first[:, :3], second[:, :3])
     assert not torch.allclose(first[:, 3], second[:, 3])
+
+
+@pytest.mark.parametrize(
+    "offsets", [2 - torch.arange(9), torch.full((9,), 20), torch.full((9,), -1)], ids=["twice", "high", "low"]
+)
+def test_draft_vocabulary_that_is_none(tmp_path, target, offsets):
+    """Twice the same token would not be drawn with the probability that is reported."""
+    drafter = make_drafter(target, draft_vocab_size=9)
+    folder = tmp_path / "x"
+    drafter.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"d2t": offsets}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="d2t"):
+        DSparkDraftModel.from_pretrained(folder)
+
+
+def test_a_config_that_does_not_fit_the_weights(tmp_path, target):
+    make_drafter(target).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"markov_rank": 5}))
+    with pytest.raises(ValueError, match=r"confidence_head.proj.weight is \[1, 38\]"):
+        DSparkDraftModel.from_pretrained(tmp_path)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dspark_hf import generate_batch
+from dspark_hf.configuration_dspark import CALIBRATION_FIELDS
+from dspark_hf.decoding.likely_mistakes import likely_mistakes
+from dspark_hf.doctor.examine import examine
+from dspark_hf.doctor.probe import probe_texts
 from dspark_hf.evaluation.prompt_sets import first_of_each_domain, load_conversations
 from dspark_hf.finding import DEFAULT_DRAFTER, drafter_folder
 from dspark_hf.pairs import DEFAULT_TARGET, load_drafter, load_target, resolve_target
@@ -111,3 +118,68 @@ def test_many_requests_are_decoded_as_each_alone(real_pair):
     for question, prompt, output in zip(questions, prompts, outputs):
         plain = target.model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
         assert_same_or_tie(target.model, plain, torch.tensor([prompt + output.token_ids]), question)
+
+
+@pytest.fixture(scope="module")
+def probe_answers(real_pair):
+    return probe_texts(real_pair[0])
+
+
+WRONG = {
+    "layout": ({"sample_from_anchor": False}, "anchor layout", "anchor-first", 8),
+    "taps one lower": ({"target_layer_ids": [1, 8, 15, 22, 27]}, "tap offset", "[2, 9, 16, 23, 28]", 24),
+    "taps one higher": ({"target_layer_ids": [3, 10, 17, 24, 29]}, "tapped layers", "can't be tapped", 0),
+    "rope base": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        "rope base",
+        "rope_theta 100000 ",
+        24,
+    ),
+}
+
+
+def copied_drafter(folder, tensors=None, **config):
+    """The shipped drafter with another config, and with `tensors` in place of its own."""
+    source = Path(drafter_folder(DEFAULT_DRAFTER))
+    folder.mkdir()
+    stored = json.loads((source / "config.json").read_text())
+    without_calibration = dict.fromkeys(CALIBRATION_FIELDS) if config else {}
+    (folder / "config.json").write_text(json.dumps(stored | without_calibration | config))
+    weights = load_file(source / "model.safetensors")
+    save_file(weights | (tensors or {}), folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def test_the_doctor_finds_nothing_wrong_with_the_shipped_pair(real_pair, probe_answers):
+    report = examine(real_pair[0], DEFAULT_DRAFTER, speed=False, texts=probe_answers)
+    assert {check.name: check.status for check in report.checks if check.status != "ok"} == {
+        "speculation pays": "skipped"
+    }
+    assert likely_mistakes(real_pair[0].model, real_pair[1]) == []
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_the_doctor_catches_a_wrong_config(case, real_pair, probe_answers, tmp_path):
+    """The answers are spread over the domains; a lesser mistake needs more of them."""
+    change, name, better, count = WRONG[case]
+    folder = copied_drafter(tmp_path / "drafter", **change | ({} if count else {"num_target_layers": None}))
+    texts = probe_answers[:: len(probe_answers) // count] if count else []
+    report = examine(real_pair[0], folder, speed=False, texts=texts)
+    failed = [check for check in report.checks if check.status == "failed"]
+    assert [check.name for check in failed] == [name]
+    assert better in failed[0].found
+
+
+def test_the_doctor_catches_a_wrong_vocabulary(real_pair, probe_answers, tmp_path):
+    """Another size is refused; offsets of other tokens load, and are seen in what is accepted."""
+    target, drafter = real_pair
+    report = examine(target, copied_drafter(tmp_path / "size", vocab_size=49000, mask_token_id=48000), speed=False)
+    assert not report.is_healthy
+    ids = drafter.draft_token_ids()
+    rare = torch.ones(drafter.config.vocab_size, dtype=torch.bool)
+    rare[ids] = False
+    others = rare.nonzero().flatten()[: len(ids)] - torch.arange(len(ids))
+    folder = copied_drafter(tmp_path / "offsets", {"d2t": others})
+    report = examine(target, folder, speed=False, texts=probe_answers[::6])
+    assert report.check("acceptance").status == "failed"
+    assert report.check("draft vocabulary").status == "failed"

@@ -7,12 +7,13 @@ import json
 import pytest
 import torch
 from conftest import make_drafter, make_target, make_tokenizer, prompt_ids
+from tiny_targets import make_hybrid, make_vision_target
 
 from dspark_hf.pairs import Target
 from dspark_hf.texts import messages_of
 from dspark_hf.training.anchors import draw_anchors, make_blocks
 from dspark_hf.training.batched_decode import TextRequest, decode_batched, supports_slots
-from dspark_hf.training.features import FeatureStore, compute_features
+from dspark_hf.training.features import FeatureStore, check_logits, compute_features
 from dspark_hf.training.pipeline import TrainOptions, default_target_layers, frequent_tokens, run_training
 from dspark_hf.training.prompts import load_prompts, plan_answers
 from dspark_hf.training.responses import Answer, read_answers, write_answers
@@ -48,8 +49,10 @@ def test_sliding_targets_do_not_use_slots():
     assert not supports_slots(make_target("gemma3"))
 
 
-def test_features_are_the_targets_hidden_states(tmp_path):
-    target = make_target(dtype=torch.float32)
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "falcon_h1", "lfm2"])
+def test_features_are_the_targets_hidden_states(family):
+    make = make_target if family == "llama" else make_hybrid
+    target = make(family, dtype=torch.float32)
     answers = make_answers(target, 5, 12)
     features = compute_features(target, answers, [-1, 0, 2])
     for answer, got in zip(answers, features):
@@ -60,6 +63,14 @@ def test_features_are_the_targets_hidden_states(tmp_path):
         torch.testing.assert_close(got.context, wanted, atol=1e-5, rtol=1e-4)
         start = len(answer.input_ids)
         torch.testing.assert_close(got.log_norm[start:], output.logits[0, start:].logsumexp(-1), atol=1e-4, rtol=1e-4)
+
+
+def test_a_target_that_scales_its_logits_is_refused_by_name():
+    check_logits(make_hybrid("granite", dtype=torch.float32))
+    check_logits(make_target("gemma3", dtype=torch.float32, final_logit_softcapping=5.0))
+    scaled = make_hybrid("granite", dtype=torch.float32, logits_scaling=4.0)
+    with pytest.raises(ValueError, match="GraniteMoeHybridForCausalLM scales its logits"):
+        check_logits(scaled)
 
 
 def test_feature_store_is_bounded_and_read_back(tmp_path):
@@ -228,10 +239,16 @@ def test_frequent_tokens():
     assert frequent_tokens(answers, 5, 24).tolist() == [0, 1, 4, 9, 11]
 
 
-def test_whole_pipeline(tmp_path):
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "lfm2", "llava"])
+def test_whole_pipeline(family, tmp_path):
     from dspark_hf import DSparkDraftModel
 
-    model = make_target(dtype=torch.float32)
+    if family == "llama":
+        model = make_target(dtype=torch.float32)
+    elif family == "llava":
+        model = make_vision_target(family, dtype=torch.float32).model
+    else:
+        model = make_hybrid(family, dtype=torch.float32)
     model.generation_config.eos_token_id = 3
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"w{6 + i} w{7 + i}"}) for i in range(8)))

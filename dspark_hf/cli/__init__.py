@@ -11,10 +11,10 @@ import typer
 from rich.text import Text
 
 # Registers the commands, in the order of the help text.
-from . import convert, drafters, generate, measure, publish, serve, train
+from . import convert, doctor, drafters, generate, measure, publish, serve, train
 from .app import app, err
 
-__all__ = ["app", "convert", "drafters", "generate", "main", "measure", "publish", "serve", "train"]
+__all__ = ["app", "convert", "doctor", "drafters", "generate", "main", "measure", "publish", "serve", "train"]
 
 
 def main() -> None:

@@ -271,8 +271,7 @@ def evaluate(
         raise ValueError(f"--temperature takes one number or more, each once, got {temperature!r}.")
     at_least(1 if limit is None else limit, 1, "--limit")
     check_policy(policy)
-    given = [choose_drafter(text, target) for text in drafter or [AUTO]]
-    named = {label: choose_drafter(path, target) for label, path in named_drafters(given).items()}
+    named = named_drafters(drafter or [AUTO])
     several = len(named) > 1 or len(temperatures) > 1
     if threshold_sweep and policy != "full":
         raise ValueError(f"--threshold-sweep needs whole blocks: leave --policy at full, got {policy}.")
@@ -283,6 +282,7 @@ def evaluate(
     if report is not None:
         need_modules("matplotlib")
     conversations = load_conversations(prompts, limit)
+    named = {label: choose_drafter(path, target) for label, path in named.items()}
     loaded = load_target(target, device, dtype)
     models = {label: load_drafter(path, loaded.model) for label, path in named.items()}
     options = [DecodingOptions(max_new_tokens, value, seed=seed) for value in temperatures]

@@ -183,11 +183,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if features.shape[1]:
             self.context.pending.append(features)
 
-    def plan(self, input_ids: torch.LongTensor) -> int:
-        """How many tokens this round drafts at most after `input_ids` [1, L]; 0 makes it a plain step."""
+    def plan(self, input_ids: torch.LongTensor, most: int | None = None) -> int:
+        """How many tokens this round drafts at most after `input_ids` [1, L]; 0 makes it a plain step. `most`: no more than that."""
         length = input_ids.shape[1]
         room = self.max_length - length - 1  # the target's own token needs a place too
-        limit = min(room, self.max_tokens)
+        limit = min(room, self.max_tokens, self.max_tokens if most is None else most)
         if self.context.end == self.context.start:
             limit = 0
         self.parked = False
@@ -195,7 +195,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             limit = min(self.admission.begin_round(length - 1, limit), limit)
             self.parked = limit <= 0
         self.planned = max(limit, 0)
-        self.copy = self._copy(input_ids, room)
+        self.copy = self._copy(input_ids, room if most is None else min(room, most))
         if self.copy is not None:
             self.planned, self.parked = len(self.copy.tokens), False
         return self.planned

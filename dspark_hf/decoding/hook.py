@@ -13,9 +13,12 @@ from typing import Any
 import transformers
 from transformers import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.utils import logging
 
 from ..modeling_dspark import DSparkDraftModel
+from .likely_mistakes import likely_mistakes
 from .loop import speculative_decoding
+from .rewinding import check_rewinding
 from .targets import check_layer_ids
 
 _DECODE_ARGUMENTS = {
@@ -27,6 +30,7 @@ _DECODE_ARGUMENTS = {
     "streamer",
 }
 _MARK = "_dspark_wrapped"
+logger = logging.get_logger(__name__)
 
 
 def _unsupported() -> ValueError:
@@ -37,10 +41,11 @@ def _unsupported() -> ValueError:
 
 
 def check_pair(target, drafter: DSparkDraftModel) -> None:
-    """Refuse a target that the drafter can't serve.
+    """Refuse a target that the drafter can't serve; warn once of what is likely a mistake.
 
     Raises:
-        ValueError: encoder-decoder target, other vocabulary or hidden size, a tapped layer the target lacks.
+        ValueError: encoder-decoder target, other vocabulary or hidden size, a tapped layer the target lacks, a recurrent
+            state that can't be put back.
     """
     if target.config.is_encoder_decoder:
         raise ValueError(
@@ -48,13 +53,21 @@ def check_pair(target, drafter: DSparkDraftModel) -> None:
         )
     drafter.bind_target(target)
     check_layer_ids(target, drafter.config.target_layer_ids)
+    check_rewinding(target)
+    for mistake in likely_mistakes(target, drafter):
+        logger.warning_once(f"{mistake.found} {mistake.advice} `dspark-hf doctor` tells more.")
+
+
+def is_installed() -> bool:
+    """Whether `generate()` understands drafters with the transformers that is installed."""
+    return getattr(getattr(GenerationMixin, "_assisted_decoding", None), _MARK, False)
 
 
 def install() -> None:
     """Wrap `GenerationMixin` once; calling it again changes nothing."""
     decode: Any = getattr(GenerationMixin, "_assisted_decoding", None)
     validate: Any = getattr(GenerationMixin, "_validate_generation_mode", None)
-    if getattr(decode, _MARK, False):
+    if is_installed():
         return
     usable = decode is not None and validate is not None and hasattr(GenerationMixin, "_prefill")
     usable = usable and set(inspect.signature(decode).parameters) >= _DECODE_ARGUMENTS
@@ -87,6 +100,8 @@ def install() -> None:
             if not generation_config.use_cache:
                 raise ValueError("A DSpark drafter needs the target's cache; leave use_cache at True.")
             check_pair(self, drafter)
+            if self._is_stateful:  # refused for every assistant; ours puts the state back, as `check_pair` has found
+                generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
         return validate(self, generation_mode, generation_config, generation_mode_kwargs)
 
     setattr(assisted_decoding, _MARK, True)

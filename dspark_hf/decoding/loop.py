@@ -10,17 +10,11 @@ keeps no statistics; this one ends with the cache, tokens and outputs that plain
 
 from __future__ import annotations
 
-import copy
 import time
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.candidate_generator import (
-    _prepare_attention_mask,
-    _prepare_position_ids,
-    _prepare_token_type_ids,
-)
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput
@@ -31,8 +25,12 @@ from .candidates import DSparkCandidateGenerator, context_of, keep_context, poli
 from .commit import Choice, Text, choose
 from .compat import CACHE_ARGUMENT, cache_of
 from .linear_layers import tuned
+from .rewinding import Rewinder
 from .stats import GenerationStats, RoundRecord, synchronize
 from .targets import TargetTaps
+
+# Arguments with a line for each token that grow rightly by one line at a time only.
+_GROWN_BY_ONE = ("token_type_ids", "cross_attention_mask", "image_attention_mask")
 
 
 def speculative_decoding(
@@ -67,7 +65,6 @@ class _Loop:
         keep = config.return_dict_in_generate
         text = Text(input_ids, config, self.criteria, self.streamer)
         cache = model_kwargs[CACHE_ARGUMENT]
-        cache.activate_past_recording()
         mask = model_kwargs.get("attention_mask")
         cached = cache.get_seq_length()
         real = None if mask is None else mask[0].bool()
@@ -82,12 +79,7 @@ class _Loop:
                 features = taps.take(self.drafter.device)
                 synchronize(input_ids.device)
             cache = cache_of(outputs)
-            if not cache.is_croppable:
-                raise ValueError(
-                    f"{type(self.target).__name__} keeps a {type(cache).__name__} that can't be rewound, so drafts can't be "
-                    "verified with it (a recurrent state, or a cache without a past). Decode it without assistant_model."
-                )
-            cache.crop(0)  # lets sliding layers drop what the prefill no longer needs
+            rewinder = Rewinder(cache, self.target)
             self.stats.prompt_tokens = features.shape[1]
             candidates.observe(
                 features if real is None else features[:, real[-features.shape[1] :].to(features.device)]
@@ -95,7 +87,10 @@ class _Loop:
             choice = self._choose(outputs.logits[:, -1:], text.input_ids, None, candidates)
             model_kwargs = self._commit(text, choice, outputs, model_kwargs, rows=None)
             while not text.finished:
-                model_kwargs = self._round(text, candidates, taps, cache, model_kwargs)
+                outputs, model_kwargs = self._round(text, candidates, taps, rewinder, outputs, model_kwargs)
+        if rewinder.lag and (keep or getattr(cache, "_is_user_defined", False)):
+            with self.stats.timed("verify"):
+                self._forward(text.input_ids[:, :-1], rewinder.lag, model_kwargs)
         keep_context(cache, context)
         if self.streamer is not None:
             self.streamer.end()
@@ -111,27 +106,35 @@ class _Loop:
             **{CACHE_ARGUMENT: cache},
         )
 
-    def _round(self, text: Text, candidates, taps: TargetTaps, cache, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _round(
+        self, text: Text, candidates, taps: TargetTaps, rewinder: Rewinder, outputs, model_kwargs: dict[str, Any]
+    ):
+        """Returns the outputs of this round's forward and the arguments of the next one."""
         stats, before = self.stats, text.input_ids.shape[1]
         started, spent = time.perf_counter(), (stats.draft_seconds, stats.verify_seconds)
         with stats.timed("scheduling"):
-            planned = candidates.plan(text.input_ids)
+            planned = candidates.plan(text.input_ids, rewinder.most_drafted(self.drafter.config.num_draft_tokens))
         with stats.timed("draft"):
             block = candidates.draft(text.input_ids)
         drafted = 0 if block is None else block.token_ids.shape[1]
         candidate_ids = text.input_ids
         if drafted:
             candidate_ids = torch.cat([candidate_ids, block.token_ids.to(candidate_ids.device)], dim=1)
-        rows = candidates.rows(drafted, before)
+        lag = rewinder.lag
+        new_rows = candidates.rows(drafted, before) if rewinder.may_pad else drafted + 1
         with stats.timed("verify"):
-            outputs = self._forward(candidate_ids, drafted, rows, model_kwargs)
+            if drafted:
+                rewinder.hold()
+            padding = candidate_ids[:, -1:].expand(-1, new_rows - drafted - 1)
+            arguments = self._grown(outputs, model_kwargs, new_rows - 1)
+            outputs = self._forward(torch.cat([candidate_ids, padding], dim=1), lag + new_rows, arguments)
             synchronize(candidate_ids.device)
-        features = taps.take(self.drafter.device)
-        logits = outputs.logits[:, -rows:][:, : drafted + 1]
+        features = taps.take(self.drafter.device)[:, lag:]
+        logits = outputs.logits[:, -new_rows:][:, : drafted + 1]
         choice = self._choose(logits, candidate_ids, block, candidates)
-        model_kwargs = self._commit(text, choice, outputs, model_kwargs, rows)
+        model_kwargs = self._commit(text, choice, outputs, model_kwargs, lag + new_rows, lag)
         committed = text.input_ids.shape[1] - before
-        cache.crop(-(rows - committed))
+        rewinder.settle(lag + new_rows, committed)
         candidates.observe(features[:, :committed])
         record = RoundRecord(
             planned,
@@ -139,9 +142,10 @@ class _Loop:
             drafted,
             drafted,
             min(int(choice.verification.num_accepted), committed),
-            rows,
+            lag + new_rows,
             [] if block is None else block.survival[0],
             None if block is None else block.confidence_logits,
+            lag,
             candidates.copy is not None,
         )
         stats.count_round(record)
@@ -153,25 +157,25 @@ class _Loop:
                 time.perf_counter() - started,
             )
             candidates.end_round(before, record, committed, seconds)
-        return model_kwargs
+        return outputs, model_kwargs
 
-    def _forward(
-        self, candidate_ids: torch.LongTensor, drafted: int, rows: int, model_kwargs: dict[str, Any]
-    ) -> ModelOutput:
-        """The target over the anchor and the drafted tokens, and copies of the last one up to `rows` in all."""
-        kwargs = copy.copy(model_kwargs)
-        if padding := rows - drafted - 1:
-            candidate_ids = torch.cat([candidate_ids, candidate_ids[:, -1:].expand(-1, padding)], dim=1)
-        length = candidate_ids.shape[1]
-        if kwargs.get("attention_mask") is not None:
-            kwargs = _prepare_attention_mask(kwargs, kwargs["attention_mask"].shape[1] + rows - 1, False)
-        kwargs = _prepare_token_type_ids(kwargs, length)
-        if (positions := kwargs.get("position_ids")) is not None and rows > 1:
-            kwargs = _prepare_position_ids(kwargs, positions.shape[-1] + rows - 1, False)
-        inputs = self.target.prepare_inputs_for_generation(candidate_ids, next_sequence_length=rows, **kwargs)
+    def _forward(self, ids: torch.LongTensor, rows: int, model_kwargs: dict[str, Any]) -> ModelOutput:
+        """The target over the last `rows` of `ids` [1, L]; `model_kwargs` are those of a text of L tokens."""
+        inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=rows, **model_kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = rows
         return self.target(**inputs, return_dict=True)
+
+    def _grown(self, outputs, model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
+        """A copy of the arguments that is as `count` steps of plain decoding would leave it."""
+        kwargs = dict(model_kwargs)
+        # transformers repeats as many of the last types as there are new tokens, and one line of a mask over images.
+        one_by_one = any(kwargs.get(name) is not None for name in _GROWN_BY_ONE)
+        for number in [1] * count if one_by_one else [count] * (count > 0):
+            kwargs = self.target._update_model_kwargs_for_generation(
+                outputs, kwargs, is_encoder_decoder=False, num_new_tokens=number
+            )
+        return kwargs
 
     def _choose(self, logits, candidate_ids, block: DraftBlock | None, candidates) -> Choice:
         probs = None
@@ -179,13 +183,14 @@ class _Loop:
             probs = candidates.full_probs(block)
         return choose(self.processors, self.config.do_sample, candidate_ids, logits[0], probs)
 
-    def _commit(self, text: Text, choice: Choice, outputs, model_kwargs, rows: int | None) -> dict[str, Any]:
-        """`rows`: tokens of the target's forward, `None` for the prefill."""
-        committed = text.commit(choice, lambda i: self._record(outputs, i, rows))
+    def _commit(
+        self, text: Text, choice: Choice, outputs, model_kwargs, rows: int | None, lag: int = 0
+    ) -> dict[str, Any]:
+        """`rows`: tokens of the target's forward, `None` for the prefill; `lag` of them came before the anchor."""
+        committed = text.commit(choice, lambda i: self._record(outputs, lag + i, rows))
         self.stats.new_tokens += committed
-        return self.target._update_model_kwargs_for_generation(
-            outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens=committed
-        )
+        # Nothing reads the last token of a finished text.
+        return self._grown(outputs, model_kwargs, committed - text.finished)
 
     def _record(self, outputs, i: int, rows: int | None) -> None:
         """Keep hidden states and attentions of one committed token where they were asked for."""

@@ -32,6 +32,7 @@ from ..scheduling.step_rates import StepRates, load_step_rates
 from .compat import CACHE_ARGUMENT
 from .linear_layers import cpu_name, linear_layers_of, tuned
 from .lookup import MOST_TOKENS
+from .rewinding import Rewinder
 from .stats import synchronize
 
 logger = logging.get_logger(__name__)
@@ -118,11 +119,11 @@ def measure_step_rates(
     """
     drafter.bind_target(target)
     rows = sorted({1, *plan.rows})
-    room = _context_length(target) - max(rows)
+    room = context_length(target) - max(rows)
     depths = sorted({min(d, room) for d in plan.depths})
     if room < 1:
         raise ValueError(
-            f"The target's context of {_context_length(target)} tokens has no room for {max(rows)} in one forward."
+            f"The target's context of {context_length(target)} tokens has no room for {max(rows)} in one forward."
         )
     with tuned(target, drafter):
         runs: dict[tuple, Callable[[], None]] = {}
@@ -197,7 +198,7 @@ def _spread(values: Sequence[float]) -> float:
     return quarters[2] - quarters[0]
 
 
-def _context_length(target: PreTrainedModel) -> int:
+def context_length(target: PreTrainedModel) -> int:
     """The target's longest context in tokens; very long where its config names none (ALiBi, recurrent models)."""
     return target.config.get_text_config().to_dict().get("max_position_embeddings") or 1 << 30
 
@@ -210,8 +211,7 @@ def _forward_arguments(target: PreTrainedModel, cache: DynamicCache, rows: int) 
 
 def _filled_cache(target: PreTrainedModel, depth: int) -> DynamicCache:
     """A cache of `depth` tokens: a short real prefill, repeated (only its size matters here)."""
-    cache = DynamicCache(config=target.config)
-    cache.activate_past_recording()
+    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
     first = min(depth, 32)
     vocab = target.config.get_text_config().vocab_size
     ids = torch.randint(vocab, (1, first), generator=torch.Generator().manual_seed(0)).to(target.device)
@@ -224,16 +224,17 @@ def _filled_cache(target: PreTrainedModel, depth: int) -> DynamicCache:
         for i, layer in layers:
             cache.update(layer.keys[:, :, -added:].clone(), layer.values[:, :, -added:].clone(), i)
         length += added
-    cache.crop(0)
     return cache
 
 
 def _target_run(target: PreTrainedModel, cache: DynamicCache, rows: int) -> Callable[[], None]:
     ids = torch.ones(1, rows, dtype=torch.long, device=target.device)
+    rewinder = Rewinder(cache, target)
 
     def run() -> None:
+        rewinder.hold()
         target(input_ids=ids, **_forward_arguments(target, cache, rows))
-        cache.crop(-rows)
+        rewinder.settle(rows, committed=0)
 
     return run
 

@@ -24,7 +24,8 @@ def synchronize(device: torch.device) -> None:
 class RoundRecord:
     """One round: block length planned (0: a plain step), tokens drafted, verified, accepted, and the rows of the forward.
 
-    parked: the plain step was the policy's choice, not for want of room. copied: the draft was copied from the text.
+    parked: the plain step was the policy's choice, not for want of room. replayed: of the rows, committed tokens that a
+    recurrent state had to read again. copied: the draft was copied from the text.
 
     survival: (a_1, a_2, ...) that the policy read, calibrated. confidence_logits: [K], not calibrated; `None` without a head.
     """
@@ -37,6 +38,7 @@ class RoundRecord:
     rows: int
     survival: Sequence[float]
     confidence_logits: torch.Tensor | None
+    replayed: int = 0
     copied: bool = False
 
 
@@ -116,7 +118,7 @@ class GenerationStats:
         record = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "history"}
         derived = ("accept_length", "other_seconds", "tokens_per_second", "acceptance_by_position")
         record |= {name: getattr(self, name) for name in derived}
-        names = ("planned", "parked", "drafted", "verified", "accepted", "rows", "survival", "copied")
+        names = ("planned", "parked", "drafted", "verified", "accepted", "rows", "replayed", "survival", "copied")
         return record | {"history": [{name: getattr(r, name) for name in names} for r in self.history]}
 
     @contextmanager

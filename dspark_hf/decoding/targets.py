@@ -51,6 +51,25 @@ def check_layer_ids(target: PreTrainedModel, layer_ids: Sequence[int]) -> None:
         )
 
 
+def eos_ids(target: PreTrainedModel) -> set[int]:
+    """The ids at which the target's generation ends, from its generation config."""
+    ids = target.generation_config.eos_token_id
+    if ids is None:
+        return set()
+    return set(ids) if isinstance(ids, (list, tuple)) else {ids}
+
+
+def cross_attention_layers(target: PreTrainedModel) -> set[int]:
+    """Layers whose keys and values are those of an image, not of tokens."""
+    return set(target.config.get_text_config().to_dict().get("cross_attention_layers") or ())
+
+
+def has_bounded_time_step(target: PreTrainedModel) -> bool:
+    """Whether a Mamba-2 layer bounds its time step from below; transformers does so for several tokens at once only."""
+    limits = [vars(module).get("time_step_limit") for module in target.modules()]
+    return any(limit is not None and limit[0] > 0 for limit in limits)
+
+
 class TargetTaps:
     """Context manager that records the outputs of `layer_ids` (id i = output of layer i, -1 = embeddings)."""
 

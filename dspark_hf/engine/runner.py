@@ -199,6 +199,11 @@ def check_structure(target: PreTrainedModel) -> None:
             f"{type(target).__name__} has layers of kind {', '.join(sorted(layer_types))}, whose state the batch engine can't "
             "keep for many sequences. Decode one request at a time with generate()."
         )
+    if target._is_stateful:
+        raise ValueError(
+            f"{type(target).__name__} has a recurrent state, which the batch engine can't keep for many sequences. Decode one "
+            "request at a time with generate()."
+        )
 
 
 @torch.inference_mode()

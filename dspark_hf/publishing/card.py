@@ -15,8 +15,8 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from ..configuration_dspark import DSparkConfig
-from ..files import write_text
-from .facts import Facts, is_hub_id, read_facts
+from ..files import is_hub_id, write_text
+from .facts import Facts, read_facts
 
 CARD = "README.md"
 TAGS = ("dspark", "speculative-decoding", "draft-model")

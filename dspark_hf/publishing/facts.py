@@ -75,13 +75,6 @@ def missing_files(folder: Path) -> list[str]:
     ]
 
 
-def is_hub_id(name: str | None) -> bool:
-    """Whether a name has the Hub's form owner/name and is no folder here."""
-    if not name or name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
-        return False
-    return not Path(name).is_dir()
-
-
 def _part(folder: Path, name: str, read: Any) -> Any:
     file = folder / name
     if not file.is_file():

@@ -17,10 +17,11 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors import SafetensorError, safe_open
 
 from ..configuration_dspark import DSparkConfig
+from ..files import is_hub_id
 from ..hub import hub_is_reachable
 from .card import CARD, read_card
 from .code import AUTO_MAP, code_files
-from .facts import TRAINING, check_drafter, is_hub_id
+from .facts import TRAINING, check_drafter
 
 _MADE = ["*.tmp", "*.tmp/*", "*.lock", "*.incomplete", "__pycache__/*", "*/__pycache__/*", ".*", "*/.*"]
 _WORK = [

@@ -49,6 +49,24 @@ def log_normaliser(target: PreTrainedModel, last_hidden: torch.Tensor, rows: int
 
 
 @torch.inference_mode()
+def check_logits(target: PreTrainedModel) -> None:
+    """Refuse a target whose probabilities can't be had from its last hidden states and LM head alone.
+
+    Raises:
+        ValueError: its logits are scaled after the LM head (some Granite and Falcon-H1 models).
+    """
+    ids = torch.arange(2, 8, device=target.device)[None] % target.config.get_text_config().vocab_size
+    hidden = target.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    wanted = target(input_ids=ids, use_cache=False).logits[0].float().logsumexp(-1)
+    # Far above rounding in half precision, far below any scale in use.
+    if not torch.allclose(log_normaliser(target, hidden), wanted, rtol=0.02, atol=0.1):
+        raise ValueError(
+            f"{type(target).__name__} scales its logits after the LM head, which training does not know yet: it has the "
+            "target's probabilities from hidden states and LM head. Train for another target."
+        )
+
+
+@torch.inference_mode()
 def compute_features(target: PreTrainedModel, answers: Sequence[Answer], layer_ids: Sequence[int]) -> list[Features]:
     """Run the target once over a batch of answers (right-padded; causal attention keeps the padding out)."""
     lengths = [len(a.input_ids) + len(a.response_ids) for a in answers]

@@ -19,13 +19,14 @@ import torch
 from transformers import PreTrainedModel
 
 from ..configuration_dspark import DSparkConfig
+from ..decoding.targets import eos_ids
 from ..files import move_files, refuse_other_models
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
-from .features import FeatureStore, compute_features
+from .features import FeatureStore, check_logits, compute_features
 from .losses import LossWeights
 from .prompts import AnswerPlan, Prompt, load_prompts, plan_answers
-from .responses import Answer, eos_ids, invent_prompts, missing_answers, read_answers, write_answers
+from .responses import Answer, invent_prompts, missing_answers, read_answers, write_answers
 from .trainer import Evaluation, Trainer, TrainingRecipe, mixed_precision
 from .unroll import EAGLE3_LOSS
 
@@ -41,6 +42,7 @@ _WORK_FILES = (
     "training_state.pt",
     "training_log.jsonl",
 )
+_NORM_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")  # the families' names for it
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,9 @@ def drafter_config(target: PreTrainedModel, options: TrainOptions, name: str) ->
     fill_in = int(options.method == "dflash")  # the anchor's slot proposes nothing, so a block has one slot more
     shortest = options.min_block_size
     text = target.config.get_text_config()
-    head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
-    rope = text.to_dict().get("rope_parameters") or {}
+    record = text.to_dict()
+    head_dim = record.get("head_dim") or text.hidden_size // text.num_attention_heads
+    rope = record.get("rope_parameters") or {}
     vocab = options.draft_vocab_size or text.vocab_size
     layers = options.target_layers or default_target_layers(text.num_hidden_layers)
     return DSparkConfig(
@@ -122,7 +125,7 @@ def drafter_config(target: PreTrainedModel, options: TrainOptions, name: str) ->
         num_attention_heads=text.num_attention_heads,
         num_key_value_heads=text.num_key_value_heads,
         head_dim=head_dim,
-        rms_norm_eps=text.rms_norm_eps,
+        rms_norm_eps=next((record[name] for name in _NORM_EPS if name in record), 1e-6),
         max_position_embeddings=text.max_position_embeddings,
         rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10_000.0)},
         block_size=options.block_size + fill_in,
@@ -135,9 +138,9 @@ def drafter_config(target: PreTrainedModel, options: TrainOptions, name: str) ->
         markov_rank=options.markov_rank,
         enable_confidence_head=is_dspark,
         num_anchors=options.num_anchors,
-        pad_token_id=target.config.pad_token_id,
-        bos_token_id=target.config.bos_token_id,
-        eos_token_id=target.config.eos_token_id,
+        pad_token_id=text.pad_token_id,
+        bos_token_id=text.bos_token_id,
+        eos_token_id=text.eos_token_id,
         target_model_name_or_path=name,
     )
 
@@ -234,6 +237,7 @@ def prepare_folders(options: TrainOptions) -> None:
 
 def run_training(target: Target, options: TrainOptions, say=print) -> TrainReport:
     """All stages; each goes on where an earlier run was stopped. `say` prints a line to the user."""
+    check_logits(target.model)
     prepare_folders(options)
     torch.manual_seed(options.seed)
     config = drafter_config(target.model, options, target.name)

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..decoding.targets import eos_ids
 from ..texts import encode_messages, read_jsonl
 from .batched_decode import TextRequest, TextResult, decode_batched, supports_slots
 from .prompts import AnswerPlan, Prompt, user_turn_prefix
@@ -32,14 +33,6 @@ class Answer:
     domain: str
     input_ids: list[int]
     response_ids: list[int]
-
-
-def eos_ids(target: PreTrainedModel) -> set[int]:
-    """The ids at which the target's generation ends, from its generation config."""
-    ids = target.generation_config.eos_token_id
-    if ids is None:
-        return set()
-    return set(ids) if isinstance(ids, (list, tuple)) else {ids}
 
 
 def read_answers(paths: Iterable[str | Path], min_response: int = 8) -> list[Answer]:
@@ -68,7 +61,10 @@ def _done_keys(path: Path) -> set[int]:
     return {json.loads(line)["key"] for line in whole.splitlines()}
 
 
-def _decode(target: PreTrainedModel, requests: Sequence[TextRequest], *, num_slots: int, seed: int, max_length: int):
+def decode_requests(
+    target: PreTrainedModel, requests: Sequence[TextRequest], *, num_slots: int, seed: int, max_length: int
+) -> Iterator[TextResult]:
+    """Answer requests, `num_slots` at once where the target's layers allow it, each as it is done."""
     eos = eos_ids(target)
     if supports_slots(target):
         yield from decode_batched(
@@ -146,7 +142,7 @@ def _append(
     made = 0
     with path.open("a", encoding="utf-8") as file, tqdm(total=len(todo), desc=what, unit="text") as bar:
         slots = min(num_slots, len(todo))
-        for result in _decode(target, todo, num_slots=slots, seed=seed + len(done), max_length=longest):
+        for result in decode_requests(target, todo, num_slots=slots, seed=seed + len(done), max_length=longest):
             file.write(json.dumps(record(result)) + "\n")
             file.flush()
             made += len(result.response_ids)

@@ -1,0 +1,226 @@
+"""Targets with a recurrent state: it is put back where a drafted token fell, or the target is refused by name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+from conftest import make_drafter, make_target, prompt_ids
+from test_losslessness import Enumerator, exact_distribution
+from tiny_targets import CONVOLUTIONAL, RECURRENT, REFUSED, make_hybrid
+from transformers import DynamicCache
+
+import dspark_hf
+from dspark_hf import FixedLength, LookaheadScheduler, StepRates, drafting_dspark
+from dspark_hf.decoding import sampling
+from dspark_hf.decoding.compat import CACHE_ARGUMENT, cache_of
+from dspark_hf.decoding.hook import check_pair
+from dspark_hf.decoding.profiling import ProfilePlan, measure_step_rates
+from dspark_hf.decoding.rewinding import Rewinder
+
+
+def states_of(cache) -> list[torch.Tensor]:
+    """All that a cache holds of a text: keys, values, convolution inputs (the last ones) and recurrent states."""
+    states = []
+    for layer in cache.layers:
+        attributes = vars(layer)
+        states += [attributes[n] for n in ("keys", "values") if isinstance(attributes.get(n), torch.Tensor)]
+        for i, size in attributes.get("conv_kernel_size", {}).items():
+            states += [layer.conv_states[i][..., -size:]] if size else []
+        states += [s for s in attributes.get("recurrent_states", {}).values() if s is not None]
+    return states
+
+
+@pytest.mark.parametrize("family", [*RECURRENT, *CONVOLUTIONAL])
+def test_hybrids_are_token_identical(family):
+    rounds = defaultdict(int)
+    for seed in range(4):
+        target = make_hybrid(family, vocab_size=4, seed=seed)
+        drafter = make_drafter(target, seed=20 + seed, block_size=3)
+        drafter.admission = FixedLength(3)
+        ids = prompt_ids(3 + 3 * seed, 4, seed)  # shorter than the convolutions, too
+        arguments = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
+        plain = target.generate(ids, **arguments)
+        fast = target.generate(ids, assistant_model=drafter, **arguments)
+        assert torch.equal(plain.sequences, fast.sequences), f"seed {seed}"
+        for wanted, got in zip(states_of(cache_of(plain)), states_of(cache_of(fast)), strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-3, rtol=1e-3)
+        for record in drafter.last_generation.history:
+            assert record.rows == record.replayed + record.drafted + 1
+            rounds["replayed"] += record.replayed > 0
+            rounds["whole"] += record.drafted > 0 and record.accepted == record.drafted
+            rounds["part"] += 0 < record.accepted < record.drafted
+            rounds["none"] += record.drafted > 0 and record.accepted == 0
+    assert rounds["whole"] and rounds["part"] and rounds["none"]
+    assert (rounds["replayed"] > 0) == (family in RECURRENT)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1"])
+def test_sampled_output_has_the_targets_distribution(family, monkeypatch):
+    """Every outcome of two rounds, so that the second reads again what stood of the first."""
+    vocab, horizon = 2, 4
+    target = make_hybrid(
+        family, vocab_size=vocab, seed=5, num_hidden_layers=4, initializer_range=0.2, pad_token_id=None
+    )
+    drafter = make_drafter(target, seed=6, block_size=2, mask_token_id=1, target_layer_ids=[0, 1], num_hidden_layers=1)
+    drafter.admission, drafter.skinny_linear = FixedLength(2), False
+    ids = torch.tensor([[0, 1, 1, 0]])
+    arguments = {"do_sample": True, "top_k": 0}
+    wanted = exact_distribution(target, ids, horizon, arguments)
+    enumerator = Enumerator()
+    monkeypatch.setattr(sampling, "draw_tokens", enumerator.draw_tokens)
+    monkeypatch.setattr(drafting_dspark, "draw_tokens", enumerator.draw_tokens)
+    monkeypatch.setattr(sampling, "flip", enumerator.flip)
+
+    def run():
+        return target.generate(ids, max_new_tokens=horizon, assistant_model=drafter, **arguments)[0, 4:]
+
+    found, replayed = defaultdict(float), 0
+    for tokens, weight in enumerator.outcomes(run):
+        found[tuple(tokens.tolist())] += weight
+        replayed += sum(record.replayed for record in drafter.last_generation.history)
+    assert replayed > 0
+    # These layers compute in float32 whatever the model's dtype is.
+    for tokens, probability in wanted.items():
+        assert found[tokens] == pytest.approx(probability, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "lfm2"])
+def test_second_turn_continues_from_the_cache(family):
+    target = make_hybrid(family, seed=8)
+    drafter = make_drafter(target)
+    first = target.generate(
+        prompt_ids(9), max_new_tokens=10, do_sample=False, return_dict_in_generate=True, assistant_model=drafter
+    )
+    turn = torch.cat([first.sequences, prompt_ids(4, seed=5)], dim=1)
+    anew = target.generate(turn, max_new_tokens=12, do_sample=False)
+    fast = target.generate(
+        turn, max_new_tokens=12, do_sample=False, assistant_model=drafter, **{CACHE_ARGUMENT: cache_of(first)}
+    )
+    assert torch.equal(anew, fast)
+    assert drafter.last_generation.prompt_tokens == 5
+    assert cache_of(first).get_seq_length() == 9 + 10 + 4 + 12 - 1
+
+
+def test_a_stop_inside_an_accepted_block_leaves_a_cache_to_go_on_with():
+    target = make_hybrid("qwen3_5", vocab_size=6, seed=1)
+    drafter = make_drafter(target, block_size=3)
+    drafter.admission = FixedLength(3)
+    text = target.generate(prompt_ids(5, 6), max_new_tokens=20, do_sample=False)
+    for position in range(7, 16):
+        cache = DynamicCache(config=target.config)
+        arguments = {"do_sample": False, CACHE_ARGUMENT: cache, "assistant_model": drafter}
+        part = target.generate(prompt_ids(5, 6), max_length=position, eos_token_id=int(text[0, 9]), **arguments)
+        assert torch.equal(part, text[:, : part.shape[1]])
+        assert cache.get_seq_length() == part.shape[1] - 1
+        assert torch.equal(target.generate(part, max_length=25, **arguments), text)
+
+
+def test_outputs_as_plain_decoding_returns_them():
+    target = make_hybrid("qwen3_5", attn_implementation="eager")
+    arguments = {
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_hidden_states": True,
+        "output_attentions": True,
+    }
+    wanted = target.generate(prompt_ids(), **arguments)
+    got = target.generate(prompt_ids(), assistant_model=make_drafter(target), **arguments)
+    assert torch.equal(wanted.sequences, got.sequences)
+    for name in ("hidden_states", "attentions"):
+        assert len(getattr(got, name)) == len(getattr(wanted, name)) == 20
+        for ours, theirs in zip(getattr(got, name), getattr(wanted, name)):
+            for a, b in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    for a, b in zip(got.scores, wanted.scores, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4, check_dtype=False)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+def test_left_padded_prompt(family):
+    target = make_hybrid(family)
+    ids = prompt_ids(8)
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], dim=1)
+    arguments = {"max_new_tokens": 20, "do_sample": False, "attention_mask": (padded > 0).long()}
+    plain = target.generate(padded, **arguments)
+    assert torch.equal(plain, target.generate(padded, assistant_model=make_drafter(target), **arguments))
+
+
+def test_what_is_read_again_stays_bounded_and_is_never_padded():
+    target = make_hybrid("qwen3_5", seed=3)
+    drafter = make_drafter(target, block_size=4)
+    # Ten rows are said to be the cheapest: other targets would have every forward padded to ten.
+    rates = StepRates(list(range(1, 11)), [1], [[9.0] * 9 + [1.0]], [[0.0] * 10], [0.0] * 4, 0.0)
+    for admission in (FixedLength(4), LookaheadScheduler(rates)):
+        drafter.admission = admission
+        target.generate(prompt_ids(), max_new_tokens=60, do_sample=False, assistant_model=drafter)
+        history = drafter.last_generation.history
+        assert all(record.rows == record.replayed + record.drafted + 1 <= 16 for record in history)
+    assert max(record.replayed for record in history) > 4
+
+
+def test_step_rates_of_a_hybrid_are_measured():
+    target = make_hybrid("falcon_h1", dtype=torch.float32)
+    rates = measure_step_rates(target, make_drafter(target), ProfilePlan((1, 3), (40,), sweeps=1))
+    assert rates.rows == [1, 3]
+
+
+def test_settling_puts_every_layer_back():
+    target = make_hybrid("falcon_h1")
+    cache = DynamicCache(config=target.config)
+    read = lambda ids: target(input_ids=ids, use_cache=True, **{CACHE_ARGUMENT: cache})  # noqa: E731
+    with torch.no_grad():
+        read(prompt_ids(5))
+        rewinder = Rewinder(cache, target)
+        before = [state.clone() for state in states_of(cache)]
+        for _ in range(2):
+            rewinder.hold()
+            read(prompt_ids(4))
+            rewinder.settle(4, committed=0)
+            for state, wanted in zip(states_of(cache), before, strict=True):
+                assert torch.equal(state, wanted)
+    assert rewinder.lag == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("jamba", "other logits than one at a time"),
+        ("nemotron_h", "bounds its time step"),
+        ("zamba2", "bounds its time step"),
+        ("mamba2", "without a layer of attention"),
+        ("recurrent_gemma", "RecurrentGemmaForCausalLM keeps a state that can't be rewound"),
+        ("minimax", "outside of transformers' caches"),
+    ],
+)
+def test_targets_that_can_not_be_rewound_are_refused_at_load(family, reason):
+    assert family in REFUSED
+    target = make_hybrid(family, dtype=torch.float32)
+    drafter = make_drafter(target, bind=False)
+    with pytest.raises(ValueError, match=reason):
+        check_pair(target, drafter)
+    with pytest.raises(ValueError, match="can't be rewound"):
+        target.generate(prompt_ids(), max_new_tokens=4, assistant_model=drafter)
+
+
+def test_several_returned_sequences_are_refused_for_hybrids_too():
+    target = make_hybrid("qwen3_5")
+    with pytest.raises(ValueError, match="one sequence"):
+        target.generate(
+            prompt_ids(), max_new_tokens=4, do_sample=True, num_return_sequences=2, assistant_model=make_drafter(target)
+        )
+
+
+def test_transformers_still_refuses_other_assistants_for_them():
+    with pytest.raises(ValueError, match="stateful"):
+        make_hybrid("qwen3_5").generate(prompt_ids(), max_new_tokens=4, assistant_model=make_target())
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "lfm2"])
+def test_the_batch_engine_refuses_them_by_name(family):
+    target = make_hybrid(family, dtype=torch.float32)
+    with pytest.raises(ValueError, match=rf"{type(target).__name__} .*batch engine can't keep"):
+        dspark_hf.BatchEngine(target)
