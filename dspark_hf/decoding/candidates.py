@@ -184,7 +184,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             self.context.pending.append(features)
 
     def plan(self, input_ids: torch.LongTensor, most: int | None = None) -> int:
-        """How many tokens this round drafts at most after `input_ids` [1, L]; 0 makes it a plain step. `most`: no more than that."""
+        """How many tokens this round drafts at most after `input_ids` [1, L], `most` a limit; 0 makes it a plain step."""
         length = input_ids.shape[1]
         room = self.max_length - length - 1  # the target's own token needs a place too
         limit = min(room, self.max_tokens, self.max_tokens if most is None else most)
