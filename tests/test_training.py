@@ -233,13 +233,36 @@ def test_default_layers_are_those_of_the_published_drafters():
         assert len(set(layers)) == len(layers)
 
 
+def test_going_on_with_another_drafter_is_refused(tmp_path):
+    target = make_target(dtype=torch.float32)
+    answers = make_answers(target, 6, 12)
+
+    def trainer(layers=(0, 2), first_token=2, **overrides):
+        drafter = make_drafter(target, draft_vocab_size=10, target_layer_ids=list(layers), **overrides)
+        drafter.set_draft_vocabulary(torch.arange(10) + first_token)
+        drafter.bind_target(target)
+        store = FeatureStore(tmp_path, answers, target, layers, 1 << 20)
+        return Trainer(drafter, store, TrainingRecipe(steps=2, batch_size=2, num_anchors=2), tmp_path)
+
+    trainer().save_state()
+    assert trainer().resume()
+    for changed, name in (
+        ({"layers": (1, 2)}, "target_layer_ids"),
+        ({"num_hidden_layers": 1}, "num_hidden_layers"),
+        ({"block_size": 3}, "block_size"),
+        ({"first_token": 3}, "draft vocabulary"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}.*--restart"):
+            trainer(**changed).resume()
+
+
 def test_frequent_tokens():
     answers = [Answer("all", [1], [9, 9, 4, 4, 4, 11])]
     assert frequent_tokens(answers, 2, 24).tolist() == [4, 9]
     assert frequent_tokens(answers, 5, 24).tolist() == [0, 1, 4, 9, 11]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5", "lfm2", "llava"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "falcon_h1", "bamba", "lfm2", "llava"])
 def test_whole_pipeline(family, tmp_path):
     from dspark_hf import DSparkDraftModel
 

@@ -84,6 +84,31 @@ def test_second_turn_continues_from_the_cache(family):
     assert drafter.last_generation.prompt_tokens == 4
 
 
+def test_an_image_without_its_mask_is_refused():
+    """Without `cross_attention_mask` transformers lets the i-th of several tokens see the first i of the image alone."""
+    target = make_vision_target("mllama")
+    drafter, inputs = make_drafter(target.model), target.prompt()
+    drafter.admission = FixedLength(4)
+    arguments = {"do_sample": False, "return_dict_in_generate": True, "max_new_tokens": 12, "assistant_model": drafter}
+    first = target.model.generate(**inputs, **arguments)
+    mask = inputs.pop("cross_attention_mask")
+    with pytest.raises(ValueError, match="cross_attention_mask"):
+        target.model.generate(**inputs, **arguments)
+    turn = torch.cat([first.sequences, prompt_ids(3, 20, 9)], dim=1)
+    kept = {CACHE_ARGUMENT: cache_of(first), "attention_mask": torch.ones_like(turn)}
+    length = kept[CACHE_ARGUMENT].get_seq_length()
+    with pytest.raises(ValueError, match="cross_attention_mask"):
+        target.model.generate(turn, **kept, **arguments)
+    assert kept[CACHE_ARGUMENT].get_seq_length() == length
+    fast = target.model.generate(turn, **kept, cross_attention_mask=mask, **arguments).sequences
+    plain = target.model.generate(**inputs, cross_attention_mask=mask, **arguments | {"assistant_model": None})
+    turned = {CACHE_ARGUMENT: cache_of(plain), "attention_mask": torch.ones_like(turn), "cross_attention_mask": mask}
+    assert torch.equal(target.model.generate(turn, **turned, **arguments | {"assistant_model": None}).sequences, fast)
+    text = prompt_ids(6, 20)  # none is needed where there is no image
+    wanted = target.model.generate(text, do_sample=False, max_new_tokens=8)
+    assert torch.equal(target.model.generate(text, **arguments | {"max_new_tokens": 8}).sequences, wanted)
+
+
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 def test_sampled_output_has_the_targets_distribution(family, monkeypatch):
     horizon, tokens = 3, [3, 7, 9]

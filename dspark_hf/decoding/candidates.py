@@ -224,6 +224,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if not self.planned:
             return None
         new = self.context.take_pending()
+        if new is not None and self.drafter.config.is_autoregressive:
+            # A token's features stand with the token behind it, which a prompt given as `inputs_embeds` does not tell.
+            unknown = max(new.shape[1] - input_ids.shape[1], 0)
+            new, self.context.start = new[:, unknown:], self.context.start + unknown
         first = self.context.start + self.context.cache.get_seq_length()
         self.backlog = count = 0 if new is None else new.shape[1]
         positions = torch.arange(first, first + count + self.drafter.config.block_size, device=self.drafter.device)

@@ -27,7 +27,7 @@ from .compat import CACHE_ARGUMENT, cache_of
 from .linear_layers import tuned
 from .rewinding import Rewinder
 from .stats import GenerationStats, RoundRecord, synchronize
-from .targets import TargetTaps
+from .targets import TargetTaps, check_image_mask
 
 # Arguments with a line for each token that grow rightly by one line at a time only.
 _GROWN_BY_ONE = ("token_type_ids", "cross_attention_mask", "image_attention_mask")
@@ -65,6 +65,7 @@ class _Loop:
         keep = config.return_dict_in_generate
         text = Text(input_ids, config, self.criteria, self.streamer)
         cache = model_kwargs[CACHE_ARGUMENT]
+        check_image_mask(self.target, cache, model_kwargs)
         mask = model_kwargs.get("attention_mask")
         cached = cache.get_seq_length()
         real = None if mask is None else mask[0].bool()
@@ -84,14 +85,17 @@ class _Loop:
             candidates.observe(
                 features if real is None else features[:, real[-features.shape[1] :].to(features.device)]
             )
-            choice = self._choose(outputs.logits[:, -1:], text.input_ids, None, candidates)
-            model_kwargs = self._commit(text, choice, outputs, model_kwargs, rows=None)
-            while not text.finished:
-                outputs, model_kwargs = self._round(text, candidates, taps, rewinder, outputs, model_kwargs)
-        if rewinder.lag and (keep or getattr(cache, "_is_user_defined", False)):
-            with self.stats.timed("verify"):
-                self._forward(text.input_ids[:, :-1], rewinder.lag, model_kwargs)
-        keep_context(cache, context)
+            keep_context(cache, context)
+            try:
+                choice = self._choose(outputs.logits[:, -1:], text.input_ids, None, candidates)
+                model_kwargs = self._commit(text, choice, outputs, model_kwargs, rows=None)
+                while not text.finished:
+                    outputs, model_kwargs = self._round(text, candidates, taps, rewinder, outputs, model_kwargs)
+                if rewinder.lag and (keep or getattr(cache, "_is_user_defined", False)):
+                    with self.stats.timed("verify"):
+                        self._forward(text.input_ids[:, :-1], rewinder.lag, model_kwargs)
+            finally:
+                rewinder.release()
         if self.streamer is not None:
             self.streamer.end()
         self.drafter.last_generation = self.stats
@@ -131,11 +135,13 @@ class _Loop:
             synchronize(candidate_ids.device)
         features = taps.take(self.drafter.device)[:, lag:]
         logits = outputs.logits[:, -new_rows:][:, : drafted + 1]
-        choice = self._choose(logits, candidate_ids, block, candidates)
-        model_kwargs = self._commit(text, choice, outputs, model_kwargs, lag + new_rows, lag)
-        committed = text.input_ids.shape[1] - before
-        rewinder.settle(lag + new_rows, committed)
-        candidates.observe(features[:, :committed])
+        try:
+            choice = self._choose(logits, candidate_ids, block, candidates)
+            model_kwargs = self._commit(text, choice, outputs, model_kwargs, lag + new_rows, lag)
+        finally:  # also where a streamer or a stopping criterion raises: the cache may be the user's
+            committed = text.length - before
+            rewinder.settle(lag + new_rows, committed)
+            candidates.observe(features[:, :committed])
         record = RoundRecord(
             planned,
             candidates.parked,

@@ -10,12 +10,13 @@ Forward hooks, and not `output_hidden_states=[...]`: the meaning of the selected
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
@@ -62,6 +63,23 @@ def eos_ids(target: PreTrainedModel) -> set[int]:
 def cross_attention_layers(target: PreTrainedModel) -> set[int]:
     """Layers whose keys and values are those of an image, not of tokens."""
     return set(target.config.get_text_config().to_dict().get("cross_attention_layers") or ())
+
+
+def check_image_mask(target: PreTrainedModel, cache: Cache, model_kwargs: Mapping[str, Any]) -> None:
+    """Refuse an image in cross-attention layers whose mask was left out.
+
+    Raises:
+        ValueError: without a mask, transformers lets the i-th of several tokens see the first i of the image alone, so
+            verification would not see what plain decoding does.
+    """
+    fixed = cross_attention_layers(target)
+    held = any(cache.layers[i].is_initialized for i in fixed if i < len(cache.layers))
+    has_image = held or model_kwargs.get("pixel_values") is not None
+    if fixed and has_image and model_kwargs.get("cross_attention_mask") is None:
+        raise ValueError(
+            f"{type(target).__name__} reads an image here, and drafts can't be verified without its cross_attention_mask. Pass "
+            "the one that the processor returns, in later turns too."
+        )
 
 
 def has_bounded_time_step(target: PreTrainedModel) -> bool:

@@ -239,6 +239,8 @@ def _prefill(target: PreTrainedModel, part: list[TextRequest], pad_token_id: int
 
 def supports_slots(target: PreTrainedModel) -> bool:
     """Whether every layer of `target` is plain full attention, as `decode_batched` needs."""
+    if target._is_stateful:  # some hybrids name no layer types, or have both kinds in every layer
+        return False
     config = target.config.get_text_config()
     layer_types = config.to_dict().get("layer_types") or ["full_attention"]
     return set(layer_types) == {"full_attention"} and not target.config.is_encoder_decoder

@@ -59,6 +59,12 @@ class Evaluation:
     accept_length: float
 
 
+def _settings(drafter: DSparkDraftModel) -> str:
+    """All of a drafter's config that a checkpoint must share with it, as JSON."""
+    names = ("transformers_version", "_name_or_path", "dtype", "architectures")
+    return json.dumps({key: value for key, value in drafter.config.to_dict().items() if key not in names})
+
+
 def mixed_precision(device: torch.device) -> str:
     """ "bf16" where the device multiplies it natively, else "no"."""
     if device.type == "cuda":
@@ -123,6 +129,7 @@ class Trainer:
             "step": self.step,
             "seconds": self.seconds,
             "recipe": json.dumps(asdict(self.recipe)),
+            "config": _settings(self.drafter),
             "drafter": self.drafter.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
@@ -134,7 +141,7 @@ class Trainer:
         """Go on from the last checkpoint, if there is one.
 
         Raises:
-            ValueError: the checkpoint was made with another recipe.
+            ValueError: the checkpoint was made with another recipe, or for another drafter.
         """
         if not self.state_file.exists():
             return False
@@ -142,6 +149,18 @@ class Trainer:
         if state["recipe"] != json.dumps(asdict(self.recipe)):
             raise ValueError(
                 f"{self.state_file} was made with another recipe: {state['recipe']}. Use the same settings, another "
+                "--output, or --restart to begin anew."
+            )
+        own, earlier = json.loads(_settings(self.drafter)), json.loads(state.get("config", "{}"))  # first runs lack it
+        other = [
+            f"{name} {earlier[name]}, now {own[name]}" for name in own if name in earlier and earlier[name] != own[name]
+        ]
+        d2t = self.drafter.d2t
+        if not other and d2t is not None and not torch.equal(state["drafter"]["d2t"], d2t.cpu()):
+            other = ["a draft vocabulary from other answers"]
+        if other:
+            raise ValueError(
+                f"{self.state_file} was made for another drafter ({'; '.join(other)}). Use the same settings, another "
                 "--output, or --restart to begin anew."
             )
         self.drafter.load_state_dict(state["drafter"])

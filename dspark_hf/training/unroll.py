@@ -91,6 +91,7 @@ class UnrolledTrainingStep(DraftTrainingStep):
         block_size: int | None = None,
     ) -> StepOutput:
         drafter = self.drafter
+        keep = keep & (anchors > 0)
         blocks = make_blocks(drafter.config, batch.input_ids, batch.loss_mask, anchors, keep, block_size)
         steps = blocks.labels.shape[-1]
         # The features before the anchor stand with the anchor's embedding, and predict the token after it.
