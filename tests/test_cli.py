@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -176,9 +177,13 @@ def test_train(pair, monkeypatch, capsys, tmp_path):
     code, out, _ = run(monkeypatch, capsys, *onward, "--init-from", tmp_path / "new", "--seed", 1)
     assert code == 0
     assert json.loads((tmp_path / "more" / "training.json").read_text())["options"]["init_from"] == "new"
-    code, _, err = run(monkeypatch, capsys, *onward, "--init-from", pair / "drafter", "--restart")
+    for source in (pair / "drafter", pair / "nowhere"):
+        code, _, err = run(monkeypatch, capsys, *onward, "--init-from", source, "--restart")
+        assert code == 2
+        assert "--init-from" in err
+    code, _, err = run(monkeypatch, capsys, *onward, "--method", "dflash", "--block-size", 4, "--min-block-size", 9)
     assert code == 2
-    assert "--init-from" in err
+    assert "between 1 and --block-size (4), got 9" in err
 
 
 def bad_inputs():
@@ -221,6 +226,45 @@ def test_bad_input(case, pair, monkeypatch, capsys):
     assert code == 2
     assert message in err
     assert "Traceback" not in err + out
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [["hello"], [{"role": "user"}], {"role": "user", "content": "w5"}, [{"role": 1, "content": "w5"}]],
+    ids=str,
+)
+@pytest.mark.parametrize("command", ["eval", "batch"])
+def test_messages_of_another_form(command, messages, pair, monkeypatch, capsys, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "w5"}) + "\n" + json.dumps({"messages": messages}))
+    code, out, err = run(monkeypatch, capsys, command, "--prompts", prompts, *names(pair))
+    assert code == 2
+    assert "prompts.jsonl, line 2: 'messages' takes" in err
+    assert "Traceback" not in err + out
+
+
+def test_messages_that_the_template_refuses(pair, monkeypatch, capsys, tmp_path):
+    """They fail as one prompt: the others are answered."""
+    strict, prompts = tmp_path / "strict", tmp_path / "prompts.jsonl"
+    shutil.copytree(pair / "target", strict)
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    template = strict / "chat_template.jinja"
+    template.write_text(refusal + template.read_text())
+    lines = [{"messages": [{"role": "system", "content": "w5"}]}, {"prompt": "w5"}, {"prompt": "w6"}]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ["eval", "--prompts", prompts, "--max-new-tokens", 4, "--json", *names(pair, target=strict)]
+    code, out, err = run(monkeypatch, capsys, *arguments)
+    assert code == 0, err
+    (failed,) = json.loads(out)["failed"]
+    assert failed["error"] == "ValueError: The chat template refuses these messages: no system role"
+
+
+def test_home_folder(pair, monkeypatch, capsys):
+    """Shells leave a ~ in the middle of an argument as it is."""
+    monkeypatch.setenv("HOME", str(pair))
+    places = ["--target=~/target", "--drafter=~/drafter"]
+    code, _, err = run(monkeypatch, capsys, "generate", "--prompt", "w5", "--max-new-tokens", 3, *places)
+    assert code == 0, err
 
 
 def test_a_plain_model_as_drafter(pair, monkeypatch, capsys):

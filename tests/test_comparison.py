@@ -11,8 +11,8 @@ from conftest import make_drafter, make_target
 from test_cli import names, pair, run  # noqa: F401
 from test_evaluation import write_prompts
 
-from dspark_hf.evaluation.acceptance import Sample, by_source, grouped, groups_of
-from dspark_hf.evaluation.comparison import MACRO, compare, named_drafters
+from dspark_hf.evaluation.acceptance import MACRO, Sample, by_source, grouped, groups_of
+from dspark_hf.evaluation.comparison import compare, named_drafters
 from dspark_hf.evaluation.comparison_report import markdown_table
 from dspark_hf.evaluation.intervals import Bootstrap, interval
 
@@ -40,6 +40,25 @@ def test_resamples_are_of_conversations_within_their_source():
     assert Bootstrap([*first, *lone]).accept_lengths(lone) is None
     assert Bootstrap([*first, *lone]).accept_lengths([*first, *lone]) is None
     assert interval(None) is None
+
+
+def test_intervals_do_not_depend_on_the_order_of_samples():
+    """A run that went on after a stop has its conversations in another order, and the same figures."""
+    rounds = np.random.default_rng(0).integers(5, 25, size=(30, 2))
+    samples = samples_of(rounds[:20].tolist()) + samples_of(rounds[20:].tolist(), source="b", start=20)
+    intervals = [interval(Bootstrap(s).accept_lengths(s)) for s in (samples, samples[::-1])]
+    assert intervals[0] == pytest.approx(intervals[1])
+
+
+def test_prompts_without_a_domain_are_a_source_of_their_own():
+    """Their domain is called "all", and "all" is also the group of everything."""
+    samples = samples_of([(10, 5), (30, 15)], "math", "math") + samples_of([(4, 4), (6, 6)], "all", "all", start=2)
+    compared = compare({"0": {"a": samples}}, {"a": make_drafter(make_target())})["temperatures"]["0"]
+    taus = {name: group["drafters"]["a"]["accept_length"] for name, group in compared["groups"].items()}
+    assert taus == pytest.approx({"all/all": 1.0, "math": 2.0, "all": 50 / 30, MACRO: 1.5})
+    assert compared["sources"] == ["all/all", "math"]
+    alone = compare({"0": {"a": samples[2:]}}, {"a": make_drafter(make_target())})["temperatures"]["0"]
+    assert list(alone["groups"]) == ["all", MACRO]
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say():
@@ -104,10 +123,14 @@ def test_groups():
     assert figures["all"]["accept_length_interval"] is None
 
 
-def test_names_of_drafters():
+def test_names_of_drafters(monkeypatch, tmp_path):
     assert named_drafters(["a/b", "x/c/"]) == {"b": "a/b", "c": "x/c/"}
     assert named_drafters(["DSpark (RNN)=a", "DFlash=b=c"]) == {"DSpark (RNN)": "a", "DFlash": "b=c"}
     assert named_drafters(["runs/lr=3/drafter"]) == {"drafter": "runs/lr=3/drafter"}
+    monkeypatch.chdir(tmp_path)
+    assert named_drafters(["."]) == {tmp_path.name: "."}
+    (tmp_path / "my@drafter").mkdir()
+    assert named_drafters(["./my@drafter/"]) == {"my-drafter": "./my@drafter/"}
     for given, message in (
         (["a/x", "b/x"], "Two drafters"),
         (["A b=x", "a-b=y"], "Two drafters"),
@@ -202,6 +225,7 @@ def bad_inputs():
         "temperature twice": (["--temperature", "0,0"], "each once"),
         "no temperature": (["--temperature", ","], "one number or more"),
         "not a temperature": (["--temperature", "warm"], "takes numbers"),
+        "no number": (["--temperature", "nan"], "finite"),
         "below zero": (["--temperature", "0,-1"], "at least 0"),
         "sweep of several": (["--temperature", "0,1", "--threshold-sweep"], "one drafter at one temperature"),
         "two of one name": (["--drafter", "a/x", "--drafter", "b/x"], "Two drafters"),
@@ -216,3 +240,25 @@ def test_bad_input(case, pair, monkeypatch, capsys):  # noqa: F811
     assert code == 2
     assert message in err
     assert "Traceback" not in err + out
+
+
+def test_a_policy_that_reads_confidences_needs_them(pair, second, monkeypatch, capsys):  # noqa: F811
+    """`second` has no confidence head: said before a prompt is answered."""
+    arguments = ["eval", "--target", pair / "target", "--drafter", pair / "drafter", "--drafter", second]
+    for policy in ("threshold:0.5", "throughput", "lagged"):
+        code, out, err = run(monkeypatch, capsys, *arguments, "--policy", policy)
+        assert code == 2
+        assert "drafter flash has no confidence head" in err
+        assert "failed" not in err + out
+
+
+def test_no_verdict_where_every_prompt_failed(pair, second, monkeypatch, capsys, tmp_path):  # noqa: F811
+    prompts = tmp_path / "long.jsonl"
+    prompts.write_text(json.dumps({"prompt": "w5 " * 300}))
+    arguments = ["eval", "--prompts", prompts, "--target", pair / "target", "--max-new-tokens", 8]
+    code, out, err = run(monkeypatch, capsys, *arguments, "--drafter", pair / "drafter", "--drafter", second)
+    assert code == 2
+    assert "1 prompts failed" in err
+    assert "--report" not in err  # none was given
+    assert "commits" not in out
+    assert "no prompt was answered" in out

@@ -17,7 +17,7 @@ from dspark_hf.decoding.targets import TargetTaps
 from dspark_hf.doctor import findings
 from dspark_hf.doctor.examine import examine
 from dspark_hf.doctor.probe import Agreement, Comparison, ProbeResult, Reading, probe, probe_texts, readings
-from dspark_hf.doctor.report import FAILED, OK, SKIPPED, WARNING, verdict
+from dspark_hf.doctor.report import FAILED, OK, SKIPPED, WARNING, Report, verdict
 from dspark_hf.pairs import Target
 from dspark_hf.training.responses import Answer
 
@@ -390,3 +390,16 @@ def test_the_verdict_names_what_failed(target, tmp_path):
     make_drafter(target).save_pretrained(tmp_path)
     report = examine(as_target(target), str(tmp_path), texts=[Answer("all", [5, 6], [3])])
     assert verdict(report) == "Not healthy: acceptance."
+
+
+def test_numbers_that_json_lacks(monkeypatch):
+    """A drafter whose weights are not numbers, one short answer: no standard errors, no probabilities."""
+    target = make_target(dtype=torch.float32)
+    drafter = make_drafter(target)
+    torch.nn.init.constant_(drafter.norm.weight, float("nan"))
+    result = probe(target, drafter, [Answer("a", [5, 6, 7], [8, 9, 10, 11])])
+    report = Report("target", "drafter", findings.probed(result))
+    details = json.loads(json.dumps(report.to_dict(), allow_nan=False))["checks"][1]["details"]
+    assert details["configured"] is None
+    assert details["others"][0]["standard_error"] is None
+    assert not report.is_healthy

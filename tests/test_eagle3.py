@@ -39,6 +39,13 @@ def test_drafting_in_parts_is_drafting_at_once(target):
     assert drafter.draft(text, features, max_tokens=0).token_ids.shape == (1, 0)
 
 
+def test_a_text_from_its_start_needs_no_mask(target):
+    drafter, text = make_eagle3(target), prompt_ids(6)
+    features = torch.randn(1, 5, 64, dtype=torch.float64)
+    masked = drafter.draft(text, features, attention_mask=torch.ones(1, 5 + 4))
+    torch.testing.assert_close(drafter.draft(text, features).logits, masked.logits)
+
+
 def test_padding_is_not_seen(target):
     drafter, text = make_eagle3(target), prompt_ids(6)
     features = torch.randn(1, 5, 64, dtype=torch.float64)

@@ -8,6 +8,7 @@ from conftest import make_drafter, make_target, prompt_ids
 from torch import nn
 
 from dspark_hf import generate_batch
+from dspark_hf.finding import find_drafter
 
 peft = pytest.importorskip("peft")
 
@@ -109,3 +110,9 @@ def test_the_batch_engine_serves_a_peft_model():
     drafter = make_drafter(model.base_model.model)
     (output,) = generate_batch(model, drafter, [prompt_ids()[0].tolist()], max_new_tokens=24, do_sample=False)
     assert output.token_ids == decode(model)[0, 7:].tolist()
+
+
+def test_the_known_drafter_of_a_peft_model_is_its_base_models():
+    target = make_target(hidden_size=576, num_hidden_layers=30, vocab_size=49152, intermediate_size=8)
+    target.config._name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert find_drafter(peft.get_peft_model(target, adapter())) == find_drafter(target)

@@ -192,6 +192,9 @@ def test_a_run_that_was_interrupted_goes_on(tmp_path, monkeypatch):
     before = len(calls)
     replay_all(target, drafters, talks, texts, options, "full", files)
     assert len(calls) == before
+    texts[0][0].answer_ids[-1] += 1
+    with pytest.raises(ValueError, match="rounds on other texts"):
+        replay_all(target, drafters, talks, texts, options, "full", files)
 
 
 def test_what_fails_is_kept_with_its_error(monkeypatch):
@@ -221,3 +224,27 @@ def test_what_fails_is_kept_with_its_error(monkeypatch):
     found = replay_all(target, drafters, talks, texts, options, "full", no_files(drafters))
     assert all(s.error for samples in found.values() for s in samples)
     assert not any(turn.error for turn in texts[0])
+
+
+def test_draws_of_replay_are_not_those_of_the_text(monkeypatch):
+    """Acceptance is drawn given the text, so it must not come from the random numbers that drew the text."""
+    target, drafters = make_pairs(seed=1)
+    options, talks = DecodingOptions(9, 1.0), conversations(3)
+    seeds: dict[str, set[int]] = {"text": set(), "replay": set()}
+    real_add, real_flip = replay_module.BatchEngine.add, sampling.flip
+
+    def add(engine, *args, seed, **settings):
+        seeds["text"].add(seed)
+        return real_add(engine, *args, seed=seed, **settings)
+
+    def flip(probs, generator):
+        seeds["replay"].add(generator.initial_seed())
+        return real_flip(probs, generator)
+
+    monkeypatch.setattr(replay_module.BatchEngine, "add", add)
+    texts = decode_texts(target, talks, options)
+    monkeypatch.setattr(sampling, "flip", flip)
+    replay_all(target, drafters, talks, texts, options, "full", no_files(drafters))
+    assert len(seeds["text"]) == len(seeds["replay"]) == 5
+    # On a CPU only the low 32 bits of a seed count.
+    assert not {seed % 2**32 for seed in seeds["text"]} & {seed % 2**32 for seed in seeds["replay"]}

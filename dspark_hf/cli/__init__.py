@@ -1,10 +1,12 @@
 """The `dspark-hf` command: each sub-command parses, calls one function and prints.
 
-Owns: options, help texts, exit codes (0 done, 2 bad input, 130 interrupted). Does not own: any work.
+Owns: options, help texts, exit codes (0 done, 1 the doctor found a fault, 2 bad input or nothing answered, 130 interrupted).
+Does not own: any work.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -23,6 +25,9 @@ def main() -> None:
         code = app(standalone_mode=False)  # typer hands an early exit's code back, 130 for Ctrl-C
     except (KeyboardInterrupt, typer.Abort):
         code = 130
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains as it ends
+        sys.exit(0)
     except (ValueError, OSError) as error:
         err.print(Text.assemble(("Error:", "red"), " ", " ".join(str(error).split())), soft_wrap=True)
         sys.exit(2)

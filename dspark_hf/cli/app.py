@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -45,8 +46,8 @@ def numbers(text: str, kind: type, option: str) -> tuple:
 
 
 def at_least(value: float, low: float, option: str) -> None:
-    if value < low:
-        raise ValueError(f"{option} must be at least {low:g}, got {value:g}.")
+    if not low <= value < math.inf:
+        raise ValueError(f"{option} must be at least {low:g} and finite, got {value:g}.")
 
 
 def existing_file(path: Path | None) -> None:

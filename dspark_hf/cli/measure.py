@@ -257,7 +257,7 @@ def evaluate(
     from ..evaluation.acceptance import collect
     from ..evaluation.comparison import named_drafters
     from ..evaluation.completion import DecodingOptions
-    from ..evaluation.policies import check_policy
+    from ..evaluation.policies import check_confidences, check_policy
     from ..evaluation.prompt_sets import load_conversations
     from ..evaluation.report import evaluation_table
     from ..evaluation.summary import summarise_evaluation, write_report
@@ -285,6 +285,7 @@ def evaluate(
     named = {label: choose_drafter(path, target) for label, path in named.items()}
     loaded = load_target(target, device, dtype)
     models = {label: load_drafter(path, loaded.model) for label, path in named.items()}
+    check_confidences(policy, models)
     options = [DecodingOptions(max_new_tokens, value, seed=seed) for value in temperatures]
     if several:
         facts: dict[str, Any] = {"target": target, "drafters": named, "policy": policy, "prompts": prompts or "our own"}
@@ -307,9 +308,9 @@ def evaluate(
         _say_where(report)
     failed = summary["groups"]["all"]["failed"]
     if failed:
-        err.print(
-            f"{failed} turns failed and are not in the figures (the JSON says why); run again with the same --report to retry."
-        )
+        err.print(f"{failed} turns failed and are not in the figures (the JSON says why).{_again(report)}")
+    if not summary["groups"]["all"]["samples"]:
+        raise typer.Exit(2)
 
 
 def _compare(target, models, conversations, options, policy, facts, report: Path | None, json_output: bool) -> None:
@@ -336,8 +337,14 @@ def _compare(target, models, conversations, options, policy, facts, report: Path
         if compared["left_out"]:
             err.print(
                 f"Temperature {temperature}: {compared['left_out']} prompts failed under a drafter and are left out for all (the "
-                "JSON says why); run again with the same --report to retry."
+                f"JSON says why).{_again(report)}"
             )
+    if all(compared["left_out"] == len(conversations) for compared in summary["temperatures"].values()):
+        raise typer.Exit(2)
+
+
+def _again(report: Path | None) -> str:
+    return "" if report is None else " Run again with the same --report to retry."
 
 
 def _say_where(report: Path | None) -> None:

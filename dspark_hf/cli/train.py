@@ -83,6 +83,10 @@ def train(
         at_least(value, low, option)
     if method not in METHODS:
         raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {method!r}.")
+    if min_block_size is not None and not 1 <= min_block_size <= block_size:
+        raise ValueError(f"--min-block-size must be between 1 and --block-size ({block_size}), got {min_block_size}.")
+    if init_from is not None and not init_from.is_dir():
+        raise OSError(f"--init-from: no folder {init_from}.")
     for file in (*(prompts or ()), *(answers or ())):
         existing_file(file)
     output = output.resolve()

@@ -126,8 +126,11 @@ def tokenizer(source: str, target: Target, drafter: DSparkDraftModel, mistakes: 
             )
             found.append(Mistake("tokens", sentence, "Use a drafter that was trained with the target's tokenizer."))
     compared = "special tokens agree" if own is None else "special tokens and the drafter's own tokenizer agree"
-    mask = f"mask token {drafter.config.mask_token_id} ({target.tokenizer.decode([drafter.config.mask_token_id])!r})"
-    return likely("tokenizer", f"{count} tokens, {compared}, {mask}", found)
+    told = f"{count} tokens, {compared}"
+    if not drafter.config.is_autoregressive:
+        mask = drafter.config.mask_token_id
+        told += f", mask token {mask} ({target.tokenizer.decode([mask])!r})"
+    return likely("tokenizer", told, found)
 
 
 def _special_ids(target: Target, name: str) -> set[int]:

@@ -5,6 +5,7 @@ Owns: the records and their layout. Does not own: the checks themselves (`checks
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -44,10 +45,18 @@ class Report:
         return next(check for check in self.checks if check.name == name)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON output."""
+        """For JSON output, which has no infinity and no NaN: they are `None`."""
         return {"target": self.target, "drafter": self.drafter, "healthy": self.is_healthy} | {
-            "checks": [asdict(check) for check in self.checks]
+            "checks": [_plain(asdict(check)) for check in self.checks]
         }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def report_table(report: Report) -> Table:

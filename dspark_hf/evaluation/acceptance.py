@@ -29,6 +29,7 @@ from .prompt_sets import Conversation
 from .samples import Journal, Sample, settings_of
 
 logger = logging.get_logger(__name__)
+EVERYTHING, MACRO = "all", "macro"  # names of groups, beside domains and sources
 THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(20))
 
 
@@ -119,7 +120,7 @@ def turn_seed(options: DecodingOptions, index: int, turn: int) -> int:
 def fingerprint(drafter: DSparkDraftModel) -> str:
     """Tells this drafter from another one, and from itself before more training or calibration."""
     config = {k: v for k, v in drafter.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    weights = [float(p.detach().double().sum()) for p in drafter.parameters()]
+    weights = [float(p.detach().cpu().double().sum()) for p in drafter.parameters()]
     return hashlib.sha256(json.dumps([config, weights], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -150,13 +151,17 @@ def acceptance_figures(samples: Sequence[Sample], length: int) -> dict[str, Any]
 
 
 def by_source(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
-    """The samples of each source, named `domain/source`, or `domain` alone where the domain is its only source."""
+    """The samples of each source, named `domain/source`, or `domain` alone where the domain is its only source.
+
+    A domain that is called as a group of several domains keeps its source in the name.
+    """
     sources: dict[str, set[str]] = {}
     for s in samples:
         sources.setdefault(s.domain, set()).add(s.source)
     groups: dict[str, list[Sample]] = {}
     for s in samples:
-        name = s.domain if sources[s.domain] == {s.domain} else f"{s.domain}/{s.source}"
+        is_group = s.domain in (EVERYTHING, MACRO) and len(sources) > 1
+        name = s.domain if sources[s.domain] == {s.domain} and not is_group else f"{s.domain}/{s.source}"
         groups.setdefault(name, []).append(s)
     return dict(sorted(groups.items()))
 
@@ -164,9 +169,9 @@ def by_source(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
 def groups_of(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
     """The samples of each domain, of each source in it, and all."""
     groups = by_source(samples)
-    for domain in {s.domain for s in samples}:
+    for domain in {s.domain for s in samples} - {EVERYTHING, MACRO}:
         groups[domain] = [s for s in samples if s.domain == domain]
-    return dict(sorted(groups.items())) | {"all": list(samples)}
+    return dict(sorted(groups.items())) | {EVERYTHING: list(samples)}
 
 
 def grouped(samples: Sequence[Sample], length: int) -> dict[str, dict[str, Any]]:

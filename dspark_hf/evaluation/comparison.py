@@ -9,6 +9,7 @@ every drafter is replayed against them (`replay`); otherwise every drafter decod
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from ..decoding.linear_layers import tuned
 from ..engine.runner import check_structure, check_target
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
-from .acceptance import acceptance_figures, by_source, collect, groups_of
+from .acceptance import MACRO, acceptance_figures, by_source, collect, groups_of
 from .completion import DecodingOptions
 from .intervals import Bootstrap, interval
 from .policies import reads_block_alone
@@ -32,7 +33,6 @@ from .replay import decode_texts, replay_all
 from .samples import Sample
 
 logger = logging.get_logger(__name__)
-MACRO = "macro"
 _LABEL = re.compile(r"[\w.+()-][\w .+()-]*")
 
 
@@ -46,7 +46,8 @@ def named_drafters(given: Sequence[str]) -> dict[str, str]:
     for text in given:
         label, found, path = text.partition("=")
         if not found or "/" in label:
-            label, path = Path(text).name, text
+            # The absolute path has a name where `text` is "."; a folder may be called as it likes.
+            label, path = re.sub(r"[^\w .+()-]+", "-", Path(os.path.abspath(text)).name).strip(" -"), text
         if not _LABEL.fullmatch(label) or not path:
             raise ValueError(
                 f"--drafter {text!r}: write a Hub id or a folder, or name=path with a name of letters, digits, blanks "

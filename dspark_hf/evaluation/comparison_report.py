@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..files import write_json, write_text
 from . import html
-from .comparison import MACRO
+from .acceptance import MACRO
 from .report import make_table, with_margin
 
 
@@ -44,9 +44,11 @@ def _position_rows(groups: dict[str, Any], length: int) -> list[list[str]]:
 
 
 def _verdicts(temperature: str, compared: dict[str, Any]) -> list[str]:
-    """A sentence for each comparison: the ratio of the macro averages."""
+    """A sentence for each comparison: the ratio of the macro averages; or one that says that there is none."""
     macro, lines = compared["groups"][MACRO], []
     first, prompts = next(iter(macro["drafters"])), macro["conversations"]
+    if not prompts:
+        return [f"At temperature {temperature} no prompt was answered under every drafter: τ is not known."]
     for other, figures in macro["ratios"].items():
         ends = figures["interval"]
         sure = "too few prompts for an interval" if ends is None else f"95 % interval {ends[0]:.2f} to {ends[1]:.2f}"

@@ -25,7 +25,8 @@ class Bootstrap:
     """Resamples of the conversations of `samples`, the same for every figure asked of it."""
 
     def __init__(self, samples: Iterable[Sample], seed: int = 0) -> None:
-        self._source = {s.index: (s.domain, s.source) for s in samples}
+        # By index, as a run that went on after a stop has them in another order.
+        self._source = {s.index: (s.domain, s.source) for s in sorted(samples, key=lambda s: s.index)}
         self._column = {index: i for i, index in enumerate(self._source)}
         self._sizes = Counter(self._source.values())
         generator = np.random.default_rng(seed)

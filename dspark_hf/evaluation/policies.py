@@ -5,7 +5,7 @@ Owns: the names, setting a policy for a while. Does not own: the policies (`sche
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from transformers import PreTrainedModel
@@ -24,6 +24,18 @@ def check_policy(name: str) -> None:
     """Refuse a name that `make_policy` would, before anything is loaded."""
     if _numbered_policy(name) is None and name not in NAMES.split(", "):
         raise ValueError(f"There is no policy {name!r}. Allowed: {NAMES}.")
+
+
+def check_confidences(name: str, drafters: Mapping[str, DSparkDraftModel]) -> None:
+    """Refuse a policy that reads confidences where one of the drafters, by label, gives none."""
+    if not isinstance(_numbered_policy(name), ConfidenceThreshold) and name not in ("throughput", "lagged"):
+        return
+    for label, drafter in drafters.items():
+        if drafter.confidence_head is None:
+            raise ValueError(
+                f"The policy {name} reads confidences, and the drafter {label} has no confidence head. Take full, fixed:N or "
+                "lookahead."
+            )
 
 
 def reads_block_alone(name: str) -> bool:

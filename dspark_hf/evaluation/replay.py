@@ -40,6 +40,9 @@ from .prompt_sets import Conversation
 from .samples import AnsweredTurn, Journal, Sample, settings_of
 
 logger = logging.get_logger(__name__)
+_OWN_DRAWS = (
+    1 << 31
+)  # added to a turn's seed, which drew its text: acceptance is to be independent of how that was drawn
 
 
 # -- the target's texts ----------------------------------------------------------------------------------------------
@@ -147,6 +150,9 @@ def replay_all(
     """Rounds of every drafter, by its name, as `collect` gives them but for the seconds; resumable with `files`.
 
     `policy` is one that decides from the block alone (`policies.reads_block_alone`).
+
+    Raises:
+        ValueError: a file holds rounds with other settings, or on other texts.
     """
     journals = {
         name: Journal(
@@ -157,6 +163,11 @@ def replay_all(
         )
         for name, model in drafters.items()
     }
+    for name, journal in journals.items():
+        if any(r.text != texts[r.index][r.turn].digest for r in journal.records):
+            raise ValueError(
+                f"{files[name]} holds rounds on other texts than these. Remove it, or give another folder."
+            )
     for index, conversation in enumerate(tqdm(conversations, desc=description, unit="prompt", disable=None)):
         missing = {name: model for name, model in drafters.items() if index not in journals[name].done}
         samples: dict[str, list[Sample]] = {name: [] for name in missing}
@@ -170,7 +181,8 @@ def replay_all(
             for name, model in missing.items():
                 if any(s.error is not None for s in samples[name]):
                     continue  # the rest of a conversation with a failed turn is left out
-                sample = Sample(index, turn.turn, conversation.domain, conversation.source, error=fault)
+                place = (index, turn.turn, conversation.domain, conversation.source)
+                sample = Sample(*place, error=fault, text=turn.digest)
                 samples[name].append(sample)
                 if record is not None:
                     with using_policy(policy, target.model, model):
@@ -261,8 +273,10 @@ class TextGuided:
 def replay(
     target: Target, drafter: DSparkDraftModel, text: ReadText, seed: int
 ) -> tuple[list[tuple[int, int]], list[list[float]]]:
-    """The rounds that `drafter` would have had on `text`: (drafted, accepted) of each, and its confidence logits."""
-    generator = torch.Generator(drafter.device).manual_seed(seed)
+    """The rounds that `drafter` would have had on `text`: (drafted, accepted) of each, and its confidence logits.
+
+    `seed` may be the one that drew the text."""
+    generator = torch.Generator(drafter.device).manual_seed(seed + _OWN_DRAWS)
     processors = TextGuided(text, generator) if text.prepared.config.do_sample else text.prepared.processors
     candidates = DSparkCandidateGenerator(
         drafter,

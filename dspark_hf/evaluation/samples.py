@@ -20,7 +20,10 @@ from .prompt_sets import Conversation
 
 @dataclass
 class Sample:
-    """One answered turn: its rounds as (drafted, accepted), raw confidence logits of each round, or what went wrong."""
+    """One answered turn: its rounds as (drafted, accepted), raw confidence logits of each round, or what went wrong.
+
+    text: digest of the text that the rounds were replayed on, if they were.
+    """
 
     index: int
     turn: int
@@ -32,6 +35,7 @@ class Sample:
     logits: list[list[float]] = field(default_factory=list)
     parked: int = 0
     error: str | None = None
+    text: str = ""
 
     def __post_init__(self) -> None:
         self.rounds = [(drafted, accepted) for drafted, accepted in self.rounds]  # JSON has lists
@@ -46,6 +50,11 @@ class AnsweredTurn:
     prompt_ids: list[int] = field(default_factory=list)
     answer_ids: list[int] = field(default_factory=list)
     error: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """Tells this answer from another one."""
+        return hashlib.sha256(json.dumps(self.answer_ids).encode()).hexdigest()[:16]
 
 
 Record = TypeVar("Record", Sample, AnsweredTurn)
@@ -105,6 +114,6 @@ def _read(kind: type[Record], file: Path | None, settings: dict[str, Any]) -> li
     for line in lines:
         try:
             records.append(kind(**json.loads(line)))
-        except ValueError:  # a line that was cut off: its conversation is done again
+        except (ValueError, TypeError):  # cut off, or another release's: its conversation is done again
             break
     return records

@@ -18,9 +18,9 @@ Rows = list[list[str]]
 TRAINING, BENCH, CALIBRATION, RELIABILITY = "training.json", "bench.json", "calibration.json", "reliability.png"
 _MADE_BY = {
     TRAINING: "dspark-hf train --output DIR",
-    BENCH: "dspark-hf bench --drafter DIR --json DIR/bench.json",
-    CALIBRATION: "dspark-hf calibrate --drafter DIR --prompts HELD_OUT.jsonl",
-    RELIABILITY: "dspark-hf calibrate --report DIR",
+    BENCH: "dspark-hf bench --target TARGET --drafter DIR --json DIR/bench.json",
+    CALIBRATION: "dspark-hf calibrate --target TARGET --drafter DIR --prompts HELD_OUT.jsonl",
+    RELIABILITY: "dspark-hf calibrate --target TARGET --drafter DIR --report DIR",
 }
 
 

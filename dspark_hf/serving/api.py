@@ -68,8 +68,8 @@ class Server:
             messages = [m.as_template() for m in request.messages]
             try:
                 ids = encode_messages(self.target.tokenizer, messages)
-            except Exception as error:  # jinja's own, from within the template
-                raise ApiError(400, f"The chat template refuses these messages: {error}", "messages") from None
+            except ValueError as error:
+                raise ApiError(400, str(error), "messages") from None
         else:
             assert isinstance(request, CompletionRequest)
             prompt = request.prompt
