@@ -76,18 +76,17 @@ def make_policy(name: str, target: PreTrainedModel, drafter: DSparkDraftModel) -
 
 
 @contextmanager
-def using_policy(name: str, target: PreTrainedModel, drafter: DSparkDraftModel) -> Iterator[None]:
-    """Decode with the named policy inside the block ("own": as the drafter is set); afterwards all is as before."""
-    if name == OWN:
-        yield
-        return
+def using_policy(name: str, target: PreTrainedModel, drafter: DSparkDraftModel, lookup: bool = True) -> Iterator[None]:
+    """Decode with the named policy inside the block ("own": as the drafter is set), without copies from the text where `lookup`
+    is false; afterwards all is as before."""
     config, length = drafter.generation_config, drafter.config.num_draft_tokens
     before = drafter.admission, config.num_assistant_tokens, drafter.lookup_drafts
-    policy = make_policy(name, target, drafter)
-    # A fixed length's block is made no longer than it needs to be.
-    config.num_assistant_tokens = min(policy.length, length) if isinstance(policy, FixedLength) else length
-    drafter.admission = policy
-    drafter.lookup_drafts = before[2] and name != "no-lookup"
+    if name != OWN:
+        policy = make_policy(name, target, drafter)
+        # A fixed length's block is made no longer than it needs to be.
+        config.num_assistant_tokens = min(policy.length, length) if isinstance(policy, FixedLength) else length
+        drafter.admission = policy
+    drafter.lookup_drafts = before[2] and lookup and name != "no-lookup"
     try:
         yield
     finally:
