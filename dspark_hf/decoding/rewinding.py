@@ -62,7 +62,7 @@ class Rewinder:
             layer.crop(0)
 
     def most_drafted(self, block_size: int) -> int | None:
-        """How many tokens may be drafted now, `None` without limit; 0 where a plain step is cheaper than reading so many again."""
+        """How many tokens may be drafted now, `None`: any; 0 where a plain step is cheaper than reading so many again."""
         if not self._recurrent:
             return None
         return block_size if self.lag == 0 or self.lag + block_size < max(_MOST_ROWS, 2 * block_size) else 0
