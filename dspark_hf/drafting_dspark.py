@@ -52,7 +52,7 @@ class DraftBlock:
     """One drafted block.
 
     token_ids: [B, K], ids of the target's vocabulary, K <= γ.
-    logits: [B, K, V_d], corrected and processed: what each token was drawn from.
+    logits: [B, K, V_d], corrected and processed: what each token was drawn from; `None` where nothing was drawn (a copy).
     confidence_logits: [B, K], as the head gives them, not calibrated; `None` without a confidence head.
     survival: for each row the calibrated (a_1, a_2, ...) that the policy read, of the refused position too.
     policy_seconds: what asking the policy took.
@@ -61,7 +61,7 @@ class DraftBlock:
     """
 
     token_ids: torch.LongTensor
-    logits: torch.Tensor
+    logits: torch.Tensor | None
     confidence_logits: torch.Tensor | None
     num_admitted: torch.LongTensor
     survival: list[list[float]]

@@ -157,7 +157,17 @@ def test_sampled_distribution_is_exact_with_eagle3(reduced, monkeypatch):
     check_distribution(FixedLength(3), {"temperature": 0.7, "top_p": 0.9}, make_eagle3, reduced, monkeypatch)
 
 
-def check_distribution(policy, arguments, make, reduced, monkeypatch):
+@pytest.mark.parametrize(
+    "arguments", [{}, {"temperature": 0.7, "top_k": 3, "repetition_penalty": 1.2}], ids=["pure", "warped"]
+)
+def test_sampled_distribution_is_exact_with_copies(arguments, monkeypatch):
+    """A prompt that repeats itself, and costs at which a copy beats the drafter's block."""
+    scheduler = LookaheadScheduler(rates(1.0, 1.05, 1.1, draft=0.3), Expectation([0.2, 0.2]))
+    prompt = torch.tensor([[3, 1, 2, 3, 2, 2, 3, 3, 2, 3]])
+    check_distribution(scheduler, arguments, make_drafter, False, monkeypatch, prompt, copies=True)
+
+
+def check_distribution(policy, arguments, make, reduced, monkeypatch, ids=None, copies=False):
     padding = policy in (SCHEDULERS["throughput-padded"], SCHEDULERS["lookahead-padded"])
     vocab, horizon = 4, 4 if padding or policy is SCHEDULERS["lookahead-parking"] else 3
     target = make_target(seed=5, vocab_size=vocab, num_hidden_layers=3, initializer_range=0.2)
@@ -173,7 +183,8 @@ def check_distribution(policy, arguments, make, reduced, monkeypatch):
     if padding:
         drafter.generation_config.num_assistant_tokens = 1  # so that two rows are padded to three
     drafter.skinny_linear = False
-    ids = prompt_ids(4, vocab, 9)
+    ids = prompt_ids(4, vocab, 9) if ids is None else ids
+    length = ids.shape[1]
     arguments = {"do_sample": True, "top_k": 0} | arguments
     wanted = exact_distribution(target, ids, horizon, arguments)
 
@@ -183,13 +194,13 @@ def check_distribution(policy, arguments, make, reduced, monkeypatch):
     monkeypatch.setattr(sampling, "flip", enumerator.flip)
 
     def run():
-        return target.generate(ids, max_new_tokens=horizon, assistant_model=drafter, **arguments)[0, 4:]
+        return target.generate(ids, max_new_tokens=horizon, assistant_model=drafter, **arguments)[0, length:]
 
     found, drafted, parked, padded = defaultdict(float), 0, 0, 0
     for tokens, weight in enumerator.outcomes(run):
         found[tuple(tokens.tolist())] += weight
         stats = drafter.last_generation
-        drafted += sum(stats.drafted)
+        drafted += stats.copied if copies else sum(stats.drafted)
         parked += stats.parked_rounds
         padded += sum(r.rows > r.drafted + 1 for r in stats.history)
     assert drafted > 0

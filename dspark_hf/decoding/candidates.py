@@ -22,8 +22,10 @@ from ..scheduling.admission import ConfidenceThreshold, FixedLength, GuardedLeng
 from ..scheduling.belief import Expectation
 from ..scheduling.lookahead import LookaheadScheduler
 from ..scheduling.step_rates import StepRates
+from .lookup import MOST_TOKENS, Copy, TextLookup
 from .profiling import step_rates_of
 from .stats import RoundRecord
+from .targets import placeholder_ids
 
 logger = logging.get_logger(__name__)
 _CONTEXT_ATTRIBUTE = "dspark_context"
@@ -168,6 +170,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.max_length = generation_config.max_length
         policy = policy or policy_of(target, drafter)
         self.admission, self.max_tokens = policy.admission, policy.cap
+        # Copies are weighed against blocks by what a second is worth, which this policy alone knows.
+        weighs = drafter.lookup_drafts and isinstance(self.admission, LookaheadScheduler)
+        self.lookup = TextLookup(placeholder_ids(target)) if weighs else None
+        self.copy: Copy | None = None  # what is verified in this round in place of a block
         self.planned = 0  # tokens that this round's block was made for
         self.parked = False  # whether that is 0 by the policy's choice
         self.backlog = 0  # tokens whose features the last draft projected
@@ -177,8 +183,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if features.shape[1]:
             self.context.pending.append(features)
 
-    def plan(self, length: int, most: int | None = None) -> int:
-        """How many tokens this round's block is made for after `length` committed ones; 0 makes it a plain step."""
+    def plan(self, input_ids: torch.LongTensor, most: int | None = None) -> int:
+        """How many tokens this round drafts at most after `input_ids` [1, L], `most` a limit; 0 makes it a plain step."""
+        length = input_ids.shape[1]
         room = self.max_length - length - 1  # the target's own token needs a place too
         limit = min(room, self.max_tokens, self.max_tokens if most is None else most)
         if self.context.end == self.context.start:
@@ -188,10 +195,32 @@ class DSparkCandidateGenerator(CandidateGenerator):
             limit = min(self.admission.begin_round(length - 1, limit), limit)
             self.parked = limit <= 0
         self.planned = max(limit, 0)
+        self.copy = self._copy(input_ids, room if most is None else min(room, most))
+        if self.copy is not None:
+            self.planned, self.parked = len(self.copy.tokens), False
         return self.planned
+
+    def _copy(self, input_ids: torch.LongTensor, room: int) -> Copy | None:
+        """What followed an earlier run like the text's end, where that promises more tokens a second than the block."""
+        if self.lookup is None:
+            return None
+        known = len(self.lookup)
+        # Of the prompt it is not learned: what repeats there says little of what the target will repeat.
+        self.lookup.extend(input_ids[0, known:].tolist(), learn=known > 0)
+        proposal = self.lookup.propose(min(room, MOST_TOKENS))
+        if proposal is None:
+            return None
+        survival = self.lookup.belief.survival(proposal.match, len(proposal.tokens))
+        assert isinstance(self.admission, LookaheadScheduler)
+        length = self.admission.copy_length(survival, input_ids.shape[1] - 1)
+        return Copy(proposal.tokens[:length], proposal.match) if length else None
 
     def draft(self, input_ids: torch.LongTensor) -> DraftBlock | None:
         """Draft after `input_ids` [1, L], the last one being the anchor; `None` where nothing was planned."""
+        if self.copy is not None:
+            tokens = input_ids.new_tensor([self.copy.tokens])
+            counts = torch.tensor([len(self.copy.tokens)])
+            return DraftBlock(tokens, None, None, counts, [[]], 0.0, self.context.cache)
         if not self.planned:
             return None
         new = self.context.take_pending()
@@ -224,12 +253,15 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def end_round(self, length: int, record: RoundRecord, committed: int, seconds: tuple[float, float, float]) -> None:
         """Tell the policy what became of a round that began after `length` tokens; `seconds` drafting, verifying, in all."""
         if isinstance(self.admission, RoundPolicy):
+            drafted = (
+                not record.copied
+            )  # of a copy the policy learns what the forward cost and gave, nothing of the drafter
             self.admission.end_round(
                 RoundOutcome(
                     length - 1,
-                    record.planned,
-                    record.drafted,
-                    record.accepted,
+                    record.planned * drafted,
+                    record.drafted * drafted,
+                    record.accepted * drafted,
                     committed,
                     record.rows,
                     self.backlog,
@@ -242,7 +274,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self, input_ids: torch.LongTensor, **kwargs
     ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
         """transformers' interface: `input_ids` with the draft behind it, and the scores it was drawn from [1, K, V]."""
-        self.plan(input_ids.shape[1])
+        self.plan(input_ids)
         block = self.draft(input_ids)
         if block is None:
             return input_ids, None
@@ -251,10 +283,15 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def full_scores(self, block: DraftBlock) -> torch.Tensor:
         """A block's scores in the target's vocabulary: -inf where the draft vocabulary has no such token. [1, K, V]"""
+        if block.logits is None:
+            return self.full_probs(block).log()
         return self._in_target_vocabulary(block.logits, float("-inf"))
 
     def full_probs(self, block: DraftBlock) -> torch.Tensor:
         """What each token of a block was drawn from, in the target's vocabulary. [1, K, V]"""
+        if block.logits is None:  # a copy: nothing was drawn
+            one_hot = torch.nn.functional.one_hot(block.token_ids, self.drafter.config.vocab_size)
+            return one_hot.to(torch.float32)
         return self._in_target_vocabulary(block.logits.softmax(-1), 0.0)
 
     def _in_target_vocabulary(self, values: torch.Tensor, elsewhere: float) -> torch.Tensor:

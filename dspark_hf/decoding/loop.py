@@ -117,7 +117,7 @@ class _Loop:
         stats, before = self.stats, text.input_ids.shape[1]
         started, spent = time.perf_counter(), (stats.draft_seconds, stats.verify_seconds)
         with stats.timed("scheduling"):
-            planned = candidates.plan(before, rewinder.most_drafted(self.drafter.config.num_draft_tokens))
+            planned = candidates.plan(text.input_ids, rewinder.most_drafted(self.drafter.config.num_draft_tokens))
         with stats.timed("draft"):
             block = candidates.draft(text.input_ids)
         drafted = 0 if block is None else block.token_ids.shape[1]
@@ -152,6 +152,7 @@ class _Loop:
             [] if block is None else block.survival[0],
             None if block is None else block.confidence_logits,
             lag,
+            candidates.copy is not None,
         )
         stats.count_round(record)
         stats.scheduling_seconds += 0.0 if block is None else block.policy_seconds

@@ -31,6 +31,7 @@ from ..scheduling.admission import FixedLength
 from ..scheduling.step_rates import StepRates, load_step_rates
 from .compat import CACHE_ARGUMENT
 from .linear_layers import cpu_name, linear_layers_of, tuned
+from .lookup import MOST_TOKENS
 from .rewinding import Rewinder
 from .stats import synchronize
 
@@ -94,8 +95,8 @@ def step_rates_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> StepRat
         return drafter.step_rates
     rates = load_step_rates(key)
     if rates is None:
-        rows = range(1, drafter.config.num_draft_tokens + 2)
-        plan = ProfilePlan(tuple(rows), QUICK_DEPTHS, sweeps=5, seconds=8.0)
+        rows = {*range(1, drafter.config.num_draft_tokens + 2), 12, MOST_TOKENS + 1}
+        plan = ProfilePlan(tuple(sorted(rows)), QUICK_DEPTHS, sweeps=5, seconds=8.0)
         rates = measure_step_rates(target, drafter, plan, description="first use: measuring step rates")
         try:
             logger.warning(f"Step rates of this pair on this machine are measured and kept in {rates.save()}.")

@@ -61,8 +61,10 @@ class Rewinder:
                 layer.activate_past_recording()
             layer.crop(0)
 
-    def most_drafted(self, block_size: int) -> int:
-        """How many tokens may be drafted now; 0 where so many would be read again that a plain step comes cheaper."""
+    def most_drafted(self, block_size: int) -> int | None:
+        """How many tokens may be drafted now, `None`: any; 0 where a plain step is cheaper than reading so many again."""
+        if not self._recurrent:
+            return None
         return block_size if self.lag == 0 or self.lag + block_size < max(_MOST_ROWS, 2 * block_size) else 0
 
     @property

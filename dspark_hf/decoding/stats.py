@@ -25,7 +25,7 @@ class RoundRecord:
     """One round: block length planned (0: a plain step), tokens drafted, verified, accepted, and the rows of the forward.
 
     parked: the plain step was the policy's choice, not for want of room. replayed: of the rows, committed tokens that a
-    recurrent state had to read again.
+    recurrent state had to read again. copied: the draft was copied from the text.
 
     survival: (a_1, a_2, ...) that the policy read, calibrated. confidence_logits: [K], not calibrated; `None` without a head.
     """
@@ -39,6 +39,7 @@ class RoundRecord:
     survival: Sequence[float]
     confidence_logits: torch.Tensor | None
     replayed: int = 0
+    copied: bool = False
 
 
 @dataclass
@@ -47,13 +48,17 @@ class GenerationStats:
 
     A round drafts (possibly nothing) and verifies once; the prefill, which gives the first token, is no round.
     `drafted`, `verified` and `accepted` count tokens at each position of a block, times are in seconds. `parked_rounds` are
-    those that the policy made plain steps, `scheduling_seconds` the policy's own time, the part inside drafts included.
+    those that the policy made plain steps, `scheduling_seconds` the policy's own time, the part inside drafts included. Rounds
+    whose draft was copied from the text are counted apart (`copied_rounds`, `copied` and `copied_accepted` tokens).
     """
 
     block_length: int
     policy: str = ""
     rounds: int = 0
     parked_rounds: int = 0
+    copied_rounds: int = 0
+    copied: int = 0
+    copied_accepted: int = 0
     prompt_tokens: int = 0
     new_tokens: int = 0
     drafted: list[int] = field(default_factory=list)
@@ -94,6 +99,12 @@ class GenerationStats:
         """Record one verified round."""
         self.rounds += 1
         self.parked_rounds += record.parked
+        self.history.append(record)
+        if record.copied:
+            self.copied_rounds += 1
+            self.copied += record.drafted
+            self.copied_accepted += record.accepted
+            return
         for counts, number in (
             (self.drafted, record.drafted),
             (self.verified, record.verified),
@@ -101,14 +112,13 @@ class GenerationStats:
         ):
             for k in range(number):
                 counts[k] += 1
-        self.history.append(record)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, the derived figures too, for JSON."""
         record = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "history"}
         derived = ("accept_length", "other_seconds", "tokens_per_second", "acceptance_by_position")
         record |= {name: getattr(self, name) for name in derived}
-        names = ("planned", "parked", "drafted", "verified", "accepted", "rows", "replayed", "survival")
+        names = ("planned", "parked", "drafted", "verified", "accepted", "rows", "replayed", "survival", "copied")
         return record | {"history": [{name: getattr(r, name) for name in names} for r in self.history]}
 
     @contextmanager

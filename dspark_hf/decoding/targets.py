@@ -34,6 +34,13 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     raise ValueError(f"{type(target).__name__}: found no list of {count} decoder layers to take features from.")
 
 
+def placeholder_ids(target: PreTrainedModel) -> set[int]:
+    """Token ids that stand for an image or the like, and mean nothing without it."""
+    config = target.config.to_dict()
+    names = [name for name in config if name.endswith(("image_token_id", "video_token_id", "audio_token_id"))]
+    return {config[name] for name in names if isinstance(config[name], int)}
+
+
 def check_layer_ids(target: PreTrainedModel, layer_ids: Sequence[int]) -> None:
     """Refuse tapped layers that the target lacks, and its last one (transformers reports it after the final norm)."""
     count = target.config.get_text_config().num_hidden_layers

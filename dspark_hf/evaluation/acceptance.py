@@ -76,7 +76,7 @@ def collect(
     for index, conversation in enumerate(tqdm(conversations, desc=description, unit="prompt", disable=None)):
         if index in journal.done:
             continue
-        with using_policy(policy, target.model, drafter):
+        with using_policy(policy, target.model, drafter, lookup=False):  # the drafter is judged
             journal.add(_answer(target, drafter, index, conversation, options))
     return journal.records
 

@@ -17,12 +17,12 @@ from ..modeling_dspark import DSparkDraftModel
 from ..scheduling.admission import ConfidenceThreshold, FixedLength, LaggedScheduler, ThroughputScheduler
 
 OWN = "own"
-NAMES = "own, full, fixed:N, threshold:T, throughput, lagged, lookahead"
+NAMES = "own, full, fixed:N, threshold:T, throughput, lagged, lookahead, no-lookup"
 
 
 def check_policy(name: str) -> None:
     """Refuse a name that `make_policy` would, before anything is loaded."""
-    if _numbered_policy(name) is None and name not in (OWN, "full", "throughput", "lagged", "lookahead"):
+    if _numbered_policy(name) is None and name not in NAMES.split(", "):
         raise ValueError(f"There is no policy {name!r}. Allowed: {NAMES}.")
 
 
@@ -58,6 +58,8 @@ def _numbered_policy(name: str) -> FixedLength | ConfidenceThreshold | None:
 def make_policy(name: str, target: PreTrainedModel, drafter: DSparkDraftModel) -> Admission:
     """The policy of a name: full (all γ tokens), fixed:3, threshold:0.4, throughput (Algorithm 1), lagged, lookahead.
 
+    no-lookup is lookahead without copies from the text (`using_policy` turns them off).
+
     Raises:
         ValueError: another name, or a number that is not allowed.
     """
@@ -74,18 +76,18 @@ def make_policy(name: str, target: PreTrainedModel, drafter: DSparkDraftModel) -
 
 
 @contextmanager
-def using_policy(name: str, target: PreTrainedModel, drafter: DSparkDraftModel) -> Iterator[None]:
-    """Decode with the named policy inside the block ("own": as the drafter is set); afterwards all is as before."""
-    if name == OWN:
-        yield
-        return
+def using_policy(name: str, target: PreTrainedModel, drafter: DSparkDraftModel, lookup: bool = True) -> Iterator[None]:
+    """Decode with the named policy inside the block ("own": as the drafter is set), without copies from the text where `lookup`
+    is false; afterwards all is as before."""
     config, length = drafter.generation_config, drafter.config.num_draft_tokens
-    before = drafter.admission, config.num_assistant_tokens
-    policy = make_policy(name, target, drafter)
-    # A fixed length's block is made no longer than it needs to be.
-    config.num_assistant_tokens = min(policy.length, length) if isinstance(policy, FixedLength) else length
-    drafter.admission = policy
+    before = drafter.admission, config.num_assistant_tokens, drafter.lookup_drafts
+    if name != OWN:
+        policy = make_policy(name, target, drafter)
+        # A fixed length's block is made no longer than it needs to be.
+        config.num_assistant_tokens = min(policy.length, length) if isinstance(policy, FixedLength) else length
+        drafter.admission = policy
+    drafter.lookup_drafts = before[2] and lookup and name != "no-lookup"
     try:
         yield
     finally:
-        drafter.admission, config.num_assistant_tokens = before
+        drafter.admission, config.num_assistant_tokens, drafter.lookup_drafts = before

@@ -293,7 +293,7 @@ def replay(
     rounds, logits = [], []
     with tuned(target.model, drafter):
         while length < end:
-            candidates.plan(length)
+            candidates.plan(text.token_ids[:, :length])
             block = candidates.draft(text.token_ids[:, :length])
             drafted = [] if block is None else block.token_ids[0].tolist()
             accepted = _agreement(drafted, text.token_ids[0, length:].tolist())

@@ -90,7 +90,8 @@ def bench_table(summary: dict[str, Any]) -> Group:
 def _policy_table(domains: dict[str, Any]) -> Table:
     """One line a policy; for each domain tokens per second, τ, and verified drafts a round."""
     table = make_table(
-        "policies: tok/s · τ · drafts verified a round · rounds parked", ("policy", *(name for name in domains))
+        "policies: tok/s · τ · drafts verified a round · rounds parked · copied",
+        ("policy", *(name for name in domains)),
     )
     for method, first in domains["all"].items():
         if "policy" not in first and not method.startswith("plain"):
@@ -100,7 +101,7 @@ def _policy_table(domains: dict[str, Any]) -> Table:
             cell = f"{figures['tokens_per_second']:.1f}"
             if "policy" in figures:
                 cell += f" · {figures['accept_length']:.2f} · {figures['verified_per_round']:.2f}"
-                cell += f" · {figures['parked_share']:.0%}"
+                cell += f" · {figures['parked_share']:.0%} · {figures['copied_share']:.0%}"
             cells.append(cell)
         table.add_row(f"dspark ({first['policy']})" if method == "dspark" else method, *cells)
     return table

@@ -202,6 +202,7 @@ def _dspark_figures(method: str, results: Sequence[PromptResult]) -> dict[str, A
     rounds = sum(s.rounds for s in stats)
     verified = [sum(s.verified[k] for s in stats) for k in range(len(stats[0].verified))]
     accepted = [sum(s.accepted[k] for s in stats) for k in range(len(verified))]
+    copied_accepted = sum(s.copied_accepted for s in stats)
     parts = {
         "draft": sum(s.draft_seconds for s in stats),
         "verify": sum(s.verify_seconds for s in stats),
@@ -211,7 +212,9 @@ def _dspark_figures(method: str, results: Sequence[PromptResult]) -> dict[str, A
     return {
         "policy": stats[0].policy,
         "accept_length": sum(s.new_tokens - 1 for s in stats) / rounds if rounds else 1.0,
-        "verified_per_round": sum(verified) / max(rounds, 1),
+        "verified_per_round": (sum(verified) + sum(s.copied for s in stats)) / max(rounds, 1),
+        "copied_share": sum(s.copied_rounds for s in stats) / max(rounds, 1),
+        "copied_acceptance": copied_accepted / copied if (copied := sum(s.copied for s in stats)) else None,
         "parked_share": sum(s.parked_rounds for s in stats) / max(rounds, 1),
         "identical_share": None if compared[0] is None else sum(map(bool, compared)) / len(compared),
         "ceiling": statistics.median(r.ceiling(method) for r in results),

@@ -41,6 +41,7 @@ class LookaheadScheduler:
     _step: float = field(default=0.0, init=False, repr=False)
     _rate: float = field(default=0.0, init=False, repr=False)
     _limit: int | None = field(default=None, init=False, repr=False)
+    _value: float = field(default=0.0, init=False, repr=False)  # of the block decided on, beyond a plain step
 
     def __post_init__(self) -> None:
         self._belief = Belief(self.expectation or Expectation(information=1.0), self.reads_survival)
@@ -61,8 +62,22 @@ class LookaheadScheduler:
         elif not self.parking.refuse():
             best = 0
         self._probing = self.gate and value <= 0 and best > 0
-        self._limit = best
+        self._limit, self._value = best, max(value, 0.0) if best else 0.0
         return best
+
+    def copy_length(self, survival: Sequence[float], depth: int) -> int:
+        """How many tokens of a copy that costs nothing to draft to verify instead of this round's block; 0 for none.
+
+        survival: (a_1, a_2, ...) of its tokens, known before any of them (from earlier rounds and the committed text).
+        """
+        self._rate = self._run.per_second(self.step_rates.cost(1, depth))  # a round without a block has not set it
+        plain, tokens, best, length = self.step_rates.cost(1, depth), 0.0, self._value, 0
+        for n, a in enumerate(survival, start=1):
+            tokens += a
+            gain = tokens - self._rate * (self.step_rates.cost(n + 1, depth) - plain)
+            if gain > best:
+                best, length = gain, n
+        return length
 
     def _look_up(self, depth: int, limit: int) -> None:
         """This round's λ, and the seconds that verifying 1, 2, ... tokens and one more drafted token take."""
