@@ -100,9 +100,10 @@ def test_an_image_without_its_mask_is_refused():
     with pytest.raises(ValueError, match="cross_attention_mask"):
         target.model.generate(turn, **kept, **arguments)
     assert kept[CACHE_ARGUMENT].get_seq_length() == length
-    fast = target.model.generate(turn, **kept, cross_attention_mask=mask, **arguments).sequences
+    whole = torch.cat([mask, mask[:, -1:].expand(-1, turn.shape[1] - mask.shape[1], -1, -1)], dim=1)
+    fast = target.model.generate(turn, **kept, cross_attention_mask=whole, **arguments).sequences
     plain = target.model.generate(**inputs, cross_attention_mask=mask, **arguments | {"assistant_model": None})
-    turned = {CACHE_ARGUMENT: cache_of(plain), "attention_mask": torch.ones_like(turn), "cross_attention_mask": mask}
+    turned = {CACHE_ARGUMENT: cache_of(plain), "attention_mask": torch.ones_like(turn), "cross_attention_mask": whole}
     assert torch.equal(target.model.generate(turn, **turned, **arguments | {"assistant_model": None}).sequences, fast)
     text = prompt_ids(6, 20)  # none is needed where there is no image
     wanted = target.model.generate(text, do_sample=False, max_new_tokens=8)

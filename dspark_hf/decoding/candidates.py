@@ -173,6 +173,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         # Copies are weighed against blocks by what a second is worth, which this policy alone knows.
         weighs = drafter.lookup_drafts and isinstance(self.admission, LookaheadScheduler)
         self.lookup = TextLookup(placeholder_ids(target)) if weighs else None
+        # A cap below what the drafter can do is the user's, and holds for copies too.
+        self.max_copied = MOST_TOKENS if policy.cap >= drafter.config.num_draft_tokens else policy.cap
         self.copy: Copy | None = None  # what is verified in this round in place of a block
         self.planned = 0  # tokens that this round's block was made for
         self.parked = False  # whether that is 0 by the policy's choice
@@ -207,7 +209,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         known = len(self.lookup)
         # Of the prompt it is not learned: what repeats there says little of what the target will repeat.
         self.lookup.extend(input_ids[0, known:].tolist(), learn=known > 0)
-        proposal = self.lookup.propose(min(room, MOST_TOKENS))
+        proposal = self.lookup.propose(min(room, self.max_copied))
         if proposal is None:
             return None
         survival = self.lookup.belief.survival(proposal.match, len(proposal.tokens))

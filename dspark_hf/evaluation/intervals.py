@@ -63,4 +63,4 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
     z = 1.96
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5
-    return min(middle - half, share), max(middle + half, share)
+    return max(min(middle - half, share), 0.0), min(max(middle + half, share), 1.0)
