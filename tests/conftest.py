@@ -142,13 +142,6 @@ def run_with_package(code: str, *arguments, **environment) -> str:
     return done.stdout
 
 
-def pytest_collection_modifyitems(items):
-    """One worker runs all tests of the real pair, so that it is converted and loaded once."""
-    for item in items:
-        if item.get_closest_marker("real"):
-            item.add_marker(pytest.mark.xdist_group("real"))
-
-
 @pytest.fixture(autouse=True)
 def threads(request):
     """One thread for tiny models, where a second one only waits; all of them for the real pair."""
