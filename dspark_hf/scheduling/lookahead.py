@@ -70,11 +70,11 @@ class LookaheadScheduler:
 
         survival: (a_1, a_2, ...) of its tokens, known before any of them (from earlier rounds and the committed text).
         """
-        self._rate = self._run.per_second(self.step_rates.cost(1, depth))  # a round without a block has not set it
         plain, tokens, best, length = self.step_rates.cost(1, depth), 0.0, self._value, 0
+        rate = self._run.per_second(plain)
         for n, a in enumerate(survival, start=1):
             tokens += a
-            gain = tokens - self._rate * (self.step_rates.cost(n + 1, depth) - plain)
+            gain = tokens - rate * (self.step_rates.cost(n + 1, depth) - plain)
             if gain > best:
                 best, length = gain, n
         return length
