@@ -88,6 +88,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self.step_rates: Any = None  # see scheduling.step_rates; loaded or measured at first need
         self.skinny_linear = True  # see decoding.linear_layers
         self.packed_weights = True  # whether that may keep copies of the target's weights
+        self.draft_precision = "bfloat16"  # the lowest of the drafter's products there, or "float32"
         self.lookup_drafts = True  # whether text may be copied where that promises more, see decoding.lookup
         self.linear_layers: Any = None
         self.last_generation: Any = None

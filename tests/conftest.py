@@ -162,7 +162,7 @@ def own_cache(request, monkeypatch, tmp_path_factory, linear_choices):
     if not request.node.get_closest_marker("real"):
         folder = tmp_path_factory.mktemp("cache")
         monkeypatch.setattr("dspark_hf.scheduling.step_rates.cache_folder", lambda: folder)
-        monkeypatch.setattr("dspark_hf.decoding.linear_layers.cache_folder", lambda: linear_choices)
+        monkeypatch.setattr("dspark_hf.decoding.linear_choices.cache_folder", lambda: linear_choices)
 
 
 @pytest.fixture

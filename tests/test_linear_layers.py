@@ -10,14 +10,35 @@ import torch
 from conftest import make_drafter, make_target, prompt_ids
 from torch import nn
 
-from dspark_hf.decoding import linear_layers
-from dspark_hf.decoding.linear_layers import FORMS, ROWS, LinearLayers, can_pack, linear_layers_of, measure_choices
+from dspark_hf.decoding import linear_choices, linear_layers
+from dspark_hf.decoding.linear_choices import APART, ROWS, kind_of, measure_choices, units_of
+from dspark_hf.decoding.linear_forms import EXACT_FORMS, FORMS, can_pack
+from dspark_hf.decoding.linear_layers import LinearLayers, linear_layers_of, tuned
 
 needs_packing = pytest.mark.skipif(not can_pack(), reason="this torch has no oneDNN")
 
 
 def layers_of(*modules: nn.Linear, form: str) -> LinearLayers:
-    return LinearLayers({linear_layers._shape(m): [form] * len(ROWS) for m in modules})
+    return LinearLayers({kind_of((m,)): [form] * len(ROWS) for m in modules})
+
+
+class Attention(nn.Module):
+    """Three layers side by side, as transformers names them."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(24, size, bias=bias) for size in (16, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+
+
+def joined(attention: Attention, form: str = "packed", precision: str = "float32") -> LinearLayers:
+    """All units of `attention` in one form."""
+    choices = {}
+    for unit in units_of(attention):
+        choices[kind_of(unit, precision)] = [form if len(unit) > 1 else "stock"] * len(ROWS)
+    return LinearLayers(choices, precision)
 
 
 @pytest.mark.parametrize("form", ["stock", "transposed", pytest.param("packed", marks=needs_packing)])
@@ -86,18 +107,30 @@ def test_a_packed_copy_follows_its_weights():
 
 def test_choices_are_measured():
     modules = [nn.Linear(16, 16) for _ in range(3)]
-    choice = measure_choices({"a": modules}, may_pack=can_pack())["a"]
+    kind, units = kind_of((modules[0],)), [(m,) for m in modules]
+    choice = measure_choices({kind: units}, may_copy=can_pack())[kind]
     assert len(choice) == len(ROWS)
-    assert set(choice) <= set(FORMS)
-    assert "packed" not in measure_choices({"a": modules}, may_pack=False)["a"]
+    assert set(choice) <= set(EXACT_FORMS)
+    assert "packed" not in measure_choices({kind: units}, may_copy=False)[kind]
+    lower = kind_of((modules[0],), "bfloat16")
+    assert set(measure_choices({lower: units}, may_copy=can_pack())[lower]) <= set(FORMS)
+
+
+def test_layers_side_by_side_are_measured_against_each_by_itself():
+    units = list(units_of(Attention()))
+    assert [len(unit) for unit in units] == [3, 1, 1, 1]
+    groups = {kind_of(unit): [unit] for unit in units}
+    for may_copy in (True, False) if can_pack() else (False,):
+        choices = measure_choices(groups, may_copy)
+        assert set(choices[kind_of(units[0])]) <= ({APART, "packed"} if may_copy else {APART})
 
 
 def test_choices_are_kept_and_a_damaged_file_is_measured_anew(monkeypatch, tmp_path):
-    monkeypatch.setattr(linear_layers, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(linear_choices, "cache_folder", lambda: tmp_path)
     target = make_target(dtype=torch.float32)
     calls = []
-    real = linear_layers.measure_choices
-    monkeypatch.setattr(linear_layers, "measure_choices", lambda *a: calls.append(a) or real(*a))
+    real = linear_choices.measure_choices
+    monkeypatch.setattr(linear_choices, "measure_choices", lambda *a: calls.append(a) or real(*a))
     first = linear_layers_of(target, make_drafter(target))
     assert linear_layers_of(target, make_drafter(target)).choices == first.choices
     assert len(calls) == 1
@@ -109,7 +142,7 @@ def test_choices_are_kept_and_a_damaged_file_is_measured_anew(monkeypatch, tmp_p
 
 
 def test_switches(monkeypatch, tmp_path):
-    monkeypatch.setattr(linear_layers, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(linear_choices, "cache_folder", lambda: tmp_path)
     target = make_target(dtype=torch.float32)
     drafter = make_drafter(target)
     drafter.packed_weights = False
@@ -120,7 +153,7 @@ def test_switches(monkeypatch, tmp_path):
 
 
 def test_no_copies_where_memory_is_short(monkeypatch, tmp_path):
-    monkeypatch.setattr(linear_layers, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(linear_choices, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(linear_layers.psutil, "virtual_memory", lambda: type("M", (), {"available": 1000})())
     target = make_target(dtype=torch.float32)
     choices = linear_layers_of(target, make_drafter(target)).choices
@@ -132,7 +165,9 @@ def test_decoding_with_each_form(form):
     target = make_target(dtype=torch.float32)
     drafter = make_drafter(target)
     measured = linear_layers_of(target, drafter)
-    measured.choices = {shape: [form] * len(ROWS) for shape in measured.choices}
+    measured.choices = {
+        kind: [form if "x" in kind.partition("+")[0] else APART] * len(ROWS) for kind in measured.choices
+    }
     plain = target.generate(prompt_ids(), max_new_tokens=30, do_sample=False)
     fast = target.generate(prompt_ids(), max_new_tokens=30, do_sample=False, assistant_model=drafter)
     assert torch.equal(plain, fast)
@@ -140,11 +175,104 @@ def test_decoding_with_each_form(form):
 
 
 @needs_packing
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_side_by_side_share_one_product(bias, monkeypatch):
+    attention, products = Attention(bias), []
+    real = linear_layers.product
+    monkeypatch.setattr(linear_layers, "product", lambda form, *a: products.append(form) or real(form, *a))
+    with torch.no_grad(), joined(attention).swapped([attention]):
+        for shape in ((1, 4), (2, 3), (1, 1), (1, 4)):
+            x = torch.randn(*shape, 24)
+            got, count = attention(x), len(products)
+            for part, layer in zip(got, (attention.q_proj, attention.k_proj, attention.v_proj)):
+                torch.testing.assert_close(part, nn.functional.linear(x, layer.weight, layer.bias))
+                assert part.is_contiguous()
+            assert products[-1] == "packed" and len(products) == count
+    assert products == ["packed"] * 4
+    assert not any("forward" in vars(m) for m in attention.modules())
+
+
+@needs_packing
+def test_layers_side_by_side_with_other_inputs_are_right(monkeypatch):
+    attention = Attention()
+    a, b = torch.randn(1, 3, 24), torch.randn(1, 3, 24)
+
+    def right(layer, x):
+        torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight))
+
+    with torch.no_grad(), joined(attention).swapped([attention]):
+        right(attention.k_proj, b)  # without queries, as for a drafter's context
+        for _ in range(3):
+            right(attention.q_proj, a)
+            right(attention.k_proj, b)  # another input than the queries'
+            right(attention.v_proj, a)
+            right(attention.v_proj, a)  # twice
+        right(attention.q_proj, a)
+        a = a + 1.0
+        right(attention.k_proj, a)
+
+
+def test_layers_that_differ_are_not_side_by_side():
+    attention = Attention()
+    attention.k_proj = nn.Linear(20, 8, bias=False)
+    assert all(len(unit) == 1 for unit in units_of(attention))
+    attention = Attention()
+    attention.v_proj.register_forward_hook(lambda *a: None)
+    assert all(len(unit) == 1 for unit in units_of(attention))
+
+
+@needs_packing
+@pytest.mark.parametrize("bias", [True, False])
+def test_rounded_products_are_close(bias):
+    layer, x = nn.Linear(32, 12, bias=bias), torch.randn(1, 4, 32)
+    layers = LinearLayers({kind_of((layer,), "bfloat16"): ["bfloat16"] * len(ROWS)}, "bfloat16")
+    with torch.no_grad():
+        wanted = layer(x)
+        with layers.swapped([layer]):
+            torch.testing.assert_close(layer(x), wanted, rtol=0.0, atol=0.0)  # only a drafter's are rounded
+        with layers.swapped([], [layer]):
+            got = layer(x)
+    assert got.dtype == torch.float32
+    assert 0.0 < (got - wanted).abs().max() < 0.05
+
+
+@needs_packing
+@pytest.mark.parametrize("draft_vocab_size", [None, 16])
+def test_a_drafters_products_may_be_rounded_and_the_targets_never(draft_vocab_size):
+    target = make_target(dtype=torch.float32)
+    drafter = make_drafter(target, draft_vocab_size=draft_vocab_size)
+    measured = linear_layers_of(target, drafter)
+    rounded = {kind for kind in measured.choices if "~" in kind}
+    assert rounded and measured.precision == drafter.draft_precision
+    for kind in rounded:
+        measured.choices[kind] = ["bfloat16" if "x" in kind.partition("+")[0] else APART] * len(ROWS)
+    ids = prompt_ids(9)
+    with torch.no_grad():
+        wanted, features = target(ids).logits, torch.randn(1, 4, 64)
+        before = drafter.context_features(features)
+        with tuned(target, drafter):
+            torch.testing.assert_close(target(ids).logits, wanted, rtol=1e-5, atol=1e-5)
+            after = drafter.context_features(features)
+    assert 0.0 < (after - before).abs().max() < 0.2
+    for sampling in ({"do_sample": False}, {"do_sample": True, "top_k": 1}):
+        plain = target.generate(ids, max_new_tokens=30, **sampling)
+        assert torch.equal(plain, target.generate(ids, max_new_tokens=30, assistant_model=drafter, **sampling))
+
+
+def test_an_unknown_precision_is_refused():
+    target = make_target(dtype=torch.float32)
+    drafter = make_drafter(target)
+    drafter.draft_precision = "int8"
+    with pytest.raises(ValueError, match="draft_precision must be one of 'float32', 'bfloat16', got 'int8'"):
+        target.generate(prompt_ids(), max_new_tokens=4, assistant_model=drafter)
+
+
+@needs_packing
 def test_a_drafter_with_packed_copies_can_be_copied(tmp_path):
     target = make_target(dtype=torch.float32)
     drafter = make_drafter(target)
     layers = linear_layers_of(target, drafter)
-    layers.packed(target.lm_head)
+    layers.copy((target.lm_head,), "packed")
     again = copy.deepcopy(drafter)
     assert again.linear_layers.choices == layers.choices
     drafter.save_pretrained(tmp_path)

@@ -232,18 +232,19 @@ class DSparkCandidateGenerator(CandidateGenerator):
             new, self.context.start = new[:, unknown:], self.context.start + unknown
         first = self.context.start + self.context.cache.get_seq_length()
         self.backlog = count = 0 if new is None else new.shape[1]
-        positions = torch.arange(first, first + count + self.drafter.config.block_size, device=self.drafter.device)
-        return self.drafter.draft(
-            input_ids,
-            new,
-            self.context.cache,
-            do_sample=self.do_sample,
-            logits_processor=self.logits_processor,
-            admission=self.admission,
-            generator=self.generator,
-            position_ids=positions[None],
-            max_tokens=self.planned,
-        )
+        with torch.inference_mode():
+            positions = torch.arange(first, first + count + self.drafter.config.block_size, device=self.drafter.device)
+            return self.drafter.draft(
+                input_ids,
+                new,
+                self.context.cache,
+                do_sample=self.do_sample,
+                logits_processor=self.logits_processor,
+                admission=self.admission,
+                generator=self.generator,
+                position_ids=positions[None],
+                max_tokens=self.planned,
+            )
 
     def rows(self, drafted: int, length: int) -> int:
         """Tokens of the target's forward that verifies `drafted` ones after `length`: one more, or padded where cheaper."""

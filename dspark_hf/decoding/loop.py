@@ -25,6 +25,7 @@ from .candidates import DSparkCandidateGenerator, context_of, keep_context, poli
 from .commit import Choice, Text, choose
 from .compat import CACHE_ARGUMENT, cache_of
 from .linear_layers import tuned
+from .quick_forward import grouped_attention, ordinary_buffers
 from .rewinding import Rewinder
 from .stats import GenerationStats, RoundRecord, synchronize
 from .targets import TargetTaps, check_image_mask
@@ -46,8 +47,11 @@ def speculative_decoding(
     """Decode one sequence; arguments and result as in transformers' `_assisted_decoding`."""
     policy = policy_of(target, drafter)  # measures this machine at first use
     loop = _Loop(target, logits_processor, stopping_criteria, generation_config, drafter, streamer, policy)
-    with tuned(target, drafter), loop.stats.timed("total"):
-        return loop.run(input_ids, model_kwargs)
+    with tuned(target, drafter), grouped_attention(), loop.stats.timed("total"):
+        try:
+            return loop.run(input_ids, model_kwargs)
+        finally:
+            ordinary_buffers(target)
 
 
 class _Loop:
@@ -81,6 +85,7 @@ class _Loop:
                 synchronize(input_ids.device)
             cache = cache_of(outputs)
             rewinder = Rewinder(cache, self.target)
+            outlives = keep or getattr(cache, "_is_user_defined", False)
             self.stats.prompt_tokens = features.shape[1]
             candidates.observe(
                 features if real is None else features[:, real[-features.shape[1] :].to(features.device)]
@@ -91,11 +96,12 @@ class _Loop:
                 model_kwargs = self._commit(text, choice, outputs, model_kwargs, rows=None)
                 while not text.finished:
                     outputs, model_kwargs = self._round(text, candidates, taps, rewinder, outputs, model_kwargs)
-                if rewinder.lag and (keep or getattr(cache, "_is_user_defined", False)):
+                if rewinder.lag and outlives:
                     with self.stats.timed("verify"):
                         self._forward(text.input_ids[:, :-1], rewinder.lag, model_kwargs)
             finally:
-                rewinder.release()
+                if outlives:
+                    rewinder.release()
         if self.streamer is not None:
             self.streamer.end()
         self.drafter.last_generation = self.stats
@@ -134,7 +140,7 @@ class _Loop:
             outputs = self._forward(torch.cat([candidate_ids, padding], dim=1), lag + new_rows, arguments)
             synchronize(candidate_ids.device)
         features = taps.take(self.drafter.device)[:, lag:]
-        logits = outputs.logits[:, -new_rows:][:, : drafted + 1]
+        logits = self._ordinary(outputs.logits[:, -new_rows:][:, : drafted + 1])
         try:
             choice = self._choose(logits, candidate_ids, block, candidates)
             model_kwargs = self._commit(text, choice, outputs, model_kwargs, lag + new_rows, lag)
@@ -170,7 +176,14 @@ class _Loop:
         inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=rows, **model_kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = rows
-        return self.target(**inputs, return_dict=True)
+        with (
+            torch.inference_mode()
+        ):  # a tenth faster than without gradients alone, where a forward is many small operations
+            return self.target(**inputs, return_dict=True)
+
+    def _ordinary(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits that processors may write into, and that may be kept."""
+        return logits.clone() if self.processors or self.config.return_dict_in_generate else logits
 
     def _grown(self, outputs, model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
         """A copy of the arguments that is as `count` steps of plain decoding would leave it."""
@@ -204,7 +217,7 @@ class _Loop:
             return
         own = slice(None) if rows is None else slice(i, i + 1)
         if self.config.output_hidden_states:
-            self.hidden_states += (tuple(layer[:, own] for layer in outputs.hidden_states),)
+            self.hidden_states += (tuple(layer[:, own].clone() for layer in outputs.hidden_states),)
         if self.config.output_attentions:
             behind = 0 if rows is None else rows - 1 - i  # tokens that came after this one in the same forward
-            self.attentions += (tuple(a[..., own, : a.shape[-1] - behind] for a in outputs.attentions),)
+            self.attentions += (tuple(a[..., own, : a.shape[-1] - behind].clone() for a in outputs.attentions),)

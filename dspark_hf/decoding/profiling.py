@@ -30,8 +30,10 @@ from ..modeling_dspark import DSparkDraftModel
 from ..scheduling.admission import FixedLength
 from ..scheduling.step_rates import StepRates, load_step_rates
 from .compat import CACHE_ARGUMENT
-from .linear_layers import cpu_name, linear_layers_of, tuned
+from .linear_choices import cpu_name
+from .linear_layers import linear_layers_of, tuned
 from .lookup import MOST_TOKENS
+from .quick_forward import grouped_attention
 from .rewinding import Rewinder
 from .stats import synchronize
 
@@ -125,7 +127,7 @@ def measure_step_rates(
         raise ValueError(
             f"The target's context of {context_length(target)} tokens has no room for {max(rows)} in one forward."
         )
-    with tuned(target, drafter):
+    with tuned(target, drafter), grouped_attention():
         runs: dict[tuple, Callable[[], None]] = {}
         for depth in depths:
             cache = _filled_cache(target, depth)

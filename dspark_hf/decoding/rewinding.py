@@ -21,6 +21,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from .compat import CACHE_ARGUMENT
+from .quick_forward import grow_in_place, settled
 from .targets import cross_attention_layers, has_bounded_time_step
 
 _CHECKED = "_dspark_rewinding_checked"
@@ -60,6 +61,8 @@ class Rewinder:
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
             layer.crop(0)
+        self._cache = cache
+        grow_in_place(cache)
 
     def most_drafted(self, block_size: int) -> int | None:
         """How many tokens may be drafted now, `None`: any; 0 where a plain step is cheaper than reading so many again."""
@@ -102,6 +105,7 @@ class Rewinder:
             layer.crop(0)
             if "record_past" in vars(layer):
                 layer.record_past = False
+        settled(self._cache)
 
 
 def _is_recurrent(layer: Any) -> bool:

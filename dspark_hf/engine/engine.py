@@ -194,7 +194,7 @@ class BatchEngine:
     @contextmanager
     def _armed(self) -> Iterator[None]:
         layers = contextlib.nullcontext() if self.model is None else tuned(self.target, self.model)
-        with torch.no_grad(), layers, self._runner.armed():
+        with torch.inference_mode(), layers, self._runner.armed():
             yield
 
     def interrupt(self) -> list[RequestOutput]:

@@ -76,7 +76,7 @@ def measure_batch_rates(
     return dataclasses.replace(rates, **_batch_columns(target, drafter, counts, plan))
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def _batch_columns(
     target: PreTrainedModel, drafter: DSparkDraftModel, counts: Sequence[int], plan: ProfilePlan
 ) -> dict[str, list]:

@@ -3,13 +3,12 @@
 Owns: running the methods in turn, ratios, the ceiling, the verdict of identity. Does not own: prompts, policies, printing.
 Units: seconds, tokens per second; τ counts tokens committed per round, bonus token included (paper eq. 1).
 
-`plain` is `generate()` as it is; `plain_tuned` is the same with the linear layers that our loop uses on a CPU, so that the
-gain of drafting is not mistaken for theirs. `dspark` is the drafter as it is set.
+`plain` is `generate()` as it is; `plain_tuned` is the same with all that our loop does to the target's forward (linear layers,
+attention, cache, inference mode), so that the gain of drafting is not mistaken for theirs. `dspark` is the drafter as it is set.
 """
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +16,12 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
+from ..decoding.compat import CACHE_ARGUMENT
 from ..decoding.linear_layers import tuned
 from ..decoding.profiling import ProfilePlan, measure_step_rates
+from ..decoding.quick_forward import grouped_attention, grow_in_place
 from ..decoding.stats import GenerationStats
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
@@ -129,18 +130,20 @@ def _methods(
 
         return run
 
-    def plain(with_tuned_layers: bool, **arguments: Any):
-        def run(ids: list[int], options: DecodingOptions):
-            with torch.no_grad(), tuned(model, drafter, [model]) if with_tuned_layers else contextlib.nullcontext():
-                return timed_generate(model, ids, options, **arguments)
+    def plain(**arguments: Any):
+        return lambda ids, options: timed_generate(model, ids, options, **arguments)
 
-        return run
+    def plain_tuned(ids: list[int], options: DecodingOptions):
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        grow_in_place(cache)
+        with torch.inference_mode(), tuned(model, drafter, drafting=False), grouped_attention():
+            return timed_generate(model, ids, options, **{CACHE_ARGUMENT: cache})
 
     methods = {
-        "plain": plain(False),
-        "plain_tuned": plain(True),
+        "plain": plain(),
+        "plain_tuned": plain_tuned,
         "dspark": dspark(OWN),
-        "prompt_lookup": plain(False, prompt_lookup_num_tokens=_LOOKUP_TOKENS),
+        "prompt_lookup": plain(prompt_lookup_num_tokens=_LOOKUP_TOKENS),
     }
     return methods | {name: dspark(name) for name in policies if name != OWN}
 
