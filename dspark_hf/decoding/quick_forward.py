@@ -39,23 +39,25 @@ class GrowingLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized or self.keys.numel() == 0 or self.keys.shape[:2] != key_states.shape[:2]:
             return super().update(key_states, value_states, *args, **kwargs)
-        length = self.keys.shape[-2]
-        end = length + key_states.shape[-2]
-        if not self._has_room(end):
-            room = end + max(_LEAST_ROOM, end // 2)
+        # In plain words and few calls: this runs for every layer of every forward.
+        length, new = self.keys.shape[2], key_states.shape[2]
+        if not self._has_room(length + new):
+            room = length + new + max(_LEAST_ROOM, length // 2)
             self._rooms = _with_room(self.keys, room), _with_room(self.values, room)
         assert self._rooms is not None
-        for buffer, states in zip(self._rooms, (key_states, value_states), strict=True):
-            buffer[:, :, length:end] = states
-        self.keys, self.values = (buffer[:, :, :end] for buffer in self._rooms)
+        keys, values = self._rooms
+        keys.narrow(2, length, new).copy_(key_states)
+        values.narrow(2, length, new).copy_(value_states)
+        self.keys, self.values = keys.narrow(2, 0, length + new), values.narrow(2, 0, length + new)
         return self.keys, self.values
 
     def _has_room(self, end: int) -> bool:
         """Whether `end` tokens fit, and the buffers are still those that keys and values are part of."""
-        if self._rooms is None or self._rooms[0].shape[-2] < end:
+        if self._rooms is None:
             return False
-        parts = zip(self._rooms, (self.keys, self.values), strict=True)
-        return all(buffer.data_ptr() == part.data_ptr() for buffer, part in parts)
+        keys, values = self._rooms
+        is_ours = keys.data_ptr() == self.keys.data_ptr() and values.data_ptr() == self.values.data_ptr()
+        return is_ours and keys.shape[2] >= end
 
 
 def _with_room(states: torch.Tensor, room: int) -> torch.Tensor:
