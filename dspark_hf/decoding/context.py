@@ -157,9 +157,10 @@ def _without(tensor: torch.Tensor, first: int, last: int, dim: int) -> torch.Ten
 
 def context_of(target_cache: Cache, drafter: DSparkDraftModel, num_tokens: int) -> DraftContext:
     """The drafter's context that came along with a kept target cache of `num_tokens` real tokens, or a new one."""
-    context = getattr(target_cache, _CONTEXT_ATTRIBUTE, None)
-    is_ours = context is not None and context.drafter_id == id(drafter)
-    if num_tokens == 0 or not is_ours or not context.start <= num_tokens <= context.end:
+    context: DraftContext | None = getattr(target_cache, _CONTEXT_ATTRIBUTE, None)
+    if context is not None and (context.drafter_id != id(drafter) or not context.start <= num_tokens <= context.end):
+        context = None
+    if num_tokens == 0 or context is None:
         if num_tokens:
             logger.warning_once(
                 f"The cache holds {num_tokens} tokens that this drafter has not seen (it was filled without it), so fewer "
