@@ -222,7 +222,8 @@ def test_eval_of_several_windows(pair, monkeypatch, capsys, tmp_path):  # noqa: 
     figures = summary["temperatures"]["0"]["groups"]["all"]["drafters"]
     assert list(figures) == ["ours (none)", "ours (2)", "ours (200)"]
     assert figures["ours (none)"] == figures["ours (200)"] != figures["ours (2)"]
-    assert json.loads((report / "ours-2-t0" / "eval.json").read_text())["drafter"] == str(pair / "drafter")
+    assert summary["facts"]["drafters"]["ours (2)"] == str(pair / "drafter")
+    assert (report / "ours-2-t0" / "eval.json").is_file()
     # A single one is an ordinary run.
     code, out, err = run(monkeypatch, capsys, *arguments[:5], *arguments[7:], 2, "--json")
     assert code == 0, err
