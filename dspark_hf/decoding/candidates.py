@@ -171,8 +171,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if not drafts:
             return None
         context, config = self.context, self.drafter.config
-        # Eagle3 takes no positions of what is cached: its one layer has no window.
-        known = context.positions()[context.cache.get_seq_length() if config.is_autoregressive else 0 :]
+        # Those of cached tokens are told where a middle is missing; Eagle3's one layer asks for none.
+        told = context.dropped > 0 and not config.is_autoregressive
+        known = context.positions(0 if told else context.cache.get_seq_length())
         block = torch.arange(context.end, context.end + config.block_size)
         return self.drafter.draft(
             input_ids,

@@ -53,9 +53,9 @@ class DraftContext:
         """Position after the last token seen."""
         return self.start + self.num_kept + self.dropped
 
-    def positions(self) -> torch.LongTensor:
-        """Of all that is kept, the K/V first. [C + S]"""
-        kept = torch.arange(self.num_kept)
+    def positions(self, first: int = 0) -> torch.LongTensor:
+        """Of what is kept from the `first` token on, the K/V before the waiting features. [C + S - first]"""
+        kept = torch.arange(first, self.num_kept)
         return self.start + kept + self.dropped * (kept >= self.sinks)
 
     def limit(self, window: int | None, sinks: int) -> None:
@@ -76,7 +76,7 @@ class DraftContext:
         """Turn waiting features into K/V, but for the last `leave`. `input_ids` [1, L] end with the token at `end`."""
         while (surplus := self.num_pending - leave) > 0:
             count, cached = min(surplus, MOST_PENDING), self.cache.get_seq_length()
-            positions = self.positions()[cached : cached + count]
+            positions = self.positions(cached)[:count]
             next_ids = None
             if drafter.config.is_autoregressive:
                 next_ids = input_ids[:, (positions - self.end + input_ids.shape[1]).to(input_ids.device)]
