@@ -57,6 +57,9 @@ class DSparkConfig(PreTrainedConfig):
             without W_1[x_{k-1}] among its inputs.
         confidence_temperatures, confidence_shifts (`list[float]`, *optional*): calibration of the confidences, one entry for
             each of γ positions: c_k = σ(logit_k / T_k + s_k) (§3.2.1; `dspark-hf calibrate`). `None`: not calibrated.
+        context_window (`int`, *optional*): a draft sees this many last tokens of the text (up to a quarter more, because what
+            lies before is dropped in pieces) and its first `context_sinks`. `None`: all of them. May be set at run time.
+        context_sinks (`int`): see `context_window`.
         expected_acceptance (`list[float]`, *optional*): at calibration, the share of x_k that stood where x_<k did.
         acceptance_persistence (`float`, *optional*): share of a position's deviation from that, in logits, that carries on
             to the next position.
@@ -109,6 +112,8 @@ class DSparkConfig(PreTrainedConfig):
     markov_rank: int = 256
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
+    context_window: int | None = None
+    context_sinks: int = 4
     confidence_temperatures: list[float] | None = None
     confidence_shifts: list[float] | None = None
     expected_acceptance: list[float] | None = None
@@ -226,6 +231,7 @@ class DSparkConfig(PreTrainedConfig):
             self.expected_acceptance is None or all(0.0 <= p <= 1.0 for p in self.expected_acceptance),
             f"expected_acceptance must hold probabilities, got {self.expected_acceptance}.",
         )
+        self.check_context_window()
         require(len(self.target_layer_ids) >= 1, "target_layer_ids must name at least one target layer.")
         if self.num_target_layers is not None:
             allowed = range(-1, self.num_target_layers - 1)
@@ -235,6 +241,14 @@ class DSparkConfig(PreTrainedConfig):
                 f"target_layer_ids {wrong} are outside -1..{self.num_target_layers - 2}: the target has "
                 f"{self.num_target_layers} layers and its last one can't be tapped (it is reported after the final norm).",
             )
+
+    def check_context_window(self) -> None:
+        """Refuse a window that can't be; it may be set at run time, so it is looked at where it is used too."""
+        window, sinks = self.context_window, self.context_sinks
+        if window is not None and not (isinstance(window, int) and window >= 1):
+            raise ValueError(f"DSparkConfig: context_window must be None or a whole number from 1, got {window!r}.")
+        if not (isinstance(sinks, int) and sinks >= 0):
+            raise ValueError(f"DSparkConfig: context_sinks must be a whole number from 0, got {sinks!r}.")
 
     @property
     def num_draft_tokens(self) -> int:

@@ -281,6 +281,8 @@ def _lost(drafter: DSparkDraftModel) -> list[str]:
         lost.append("the calibration of the confidences")
     if config.min_block_size is not None:
         lost.append(f"min_block_size {config.min_block_size}: whole blocks of {config.block_size} are run always")
+    if config.context_window is not None:
+        lost.append(f"the context window of {config.context_window} tokens: the whole context is read")
     chosen = drafter.generation_config
     if chosen.num_assistant_tokens not in (None, config.num_draft_tokens):
         lost.append(f"the cap of {chosen.num_assistant_tokens} drafted tokens a round")

@@ -76,15 +76,14 @@ def draft_autoregressively(
     if position_ids is None:
         position_ids = torch.arange(before, before + new + limit, device=model.device).expand(len(loop.prefix), -1)
     padding = None if attention_mask is None else attention_mask.bool()[:, None, None]
-    causal = None  # a text read from its start needs no mask, which would be as large as it is long, squared
-    if before or padding is not None:
-        causal = torch.ones(new, before + new, dtype=torch.bool, device=model.device).tril(before)[None, None]
-    if padding is not None:
-        causal = causal & padding[..., : before + new]
-    features = model.context_features(context_hidden_states)
+    if new > 1:  # of all but the last one only the keys and values are read
+        earlier = context_hidden_states[:, :-1], position_ids[:, : new - 1]
+        model.extend_context(*earlier, cache, loop.prefix[:, -new:-1])
+    hidden = model.context_features(context_hidden_states[:, -1:])
     drafted = 0
     try:
-        hidden = _step(model, features, loop.prefix[:, -new:], position_ids[:, :new], cache, causal)[:, -1:]
+        seen = None if padding is None else padding[..., : before + new]
+        hidden = _step(model, hidden, loop.previous[:, None], position_ids[:, new - 1 : new], cache, seen)
         logits = _scores(model, hidden)
         for k in range(limit):
             if not loop.step(hidden[:, 0], logits[:, 0]) or k == limit - 1:
@@ -107,13 +106,13 @@ def _scores(model: DSparkDraftModel, hidden: torch.Tensor) -> torch.Tensor:
 
 def _step(
     model: DSparkDraftModel,
-    hidden_states: torch.Tensor,  # [B, Q, d]
-    input_ids: torch.LongTensor,  # [B, Q]
-    position_ids: torch.LongTensor,  # [B, Q]
+    hidden_states: torch.Tensor,  # [B, 1, d]
+    input_ids: torch.LongTensor,  # [B, 1]
+    position_ids: torch.LongTensor,  # [B, 1]
     cache: Cache,
-    mask: torch.Tensor | None,  # [B or 1, 1, Q, C + Q], bool; `None`: causal from the start, or one query that sees all
+    mask: torch.Tensor | None,  # [B, 1, 1, C + 1], bool; `None`: all is seen
 ) -> torch.Tensor:
-    """The layer over tokens that are appended to the cache. [B, Q, d]"""
+    """The layer over one token that is appended to the cache. [B, 1, d]"""
 
     def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
         keys, values = cache.update(keys, values, 0)
@@ -122,7 +121,6 @@ def _step(
             keys,
             values,
             attn_mask=mask,
-            is_causal=mask is None and queries.shape[2] > 1,
             scale=scaling,
             enable_gqa=queries.shape[1] != keys.shape[1],
         )

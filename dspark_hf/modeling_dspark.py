@@ -205,9 +205,10 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         context_hidden_states: torch.Tensor,  # [B, S, m * d_target]
         position_ids: torch.LongTensor,  # [B, S]
         cache: Cache,
+        next_ids: torch.LongTensor | None = None,  # [B, S], for Eagle3
     ) -> None:
         """Append the K/V of newly committed tokens to `cache`."""
-        for i, key_values in enumerate(self.context_key_values(context_hidden_states, position_ids)):
+        for i, key_values in enumerate(self.context_key_values(context_hidden_states, position_ids, next_ids)):
             cache.update(*key_values, i)
 
     def forward(
@@ -215,14 +216,15 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         input_ids: torch.LongTensor | None = None,  # [B, block_size]: anchor, then mask tokens
         noise_embeds: torch.Tensor | None = None,  # [B, block_size, d], instead of input_ids
         context_hidden_states: torch.Tensor | None = None,  # [B, S, m * d_target]
-        position_ids: torch.LongTensor | None = None,  # [B, S + block_size]
-        attention_mask: torch.Tensor | None = None,  # [B, C + block_size], 0 = padding
+        position_ids: torch.LongTensor | None = None,  # [B, S + block_size], or [B, C + S + block_size]
+        attention_mask: torch.Tensor | None = None,  # [B, C + S + block_size], 0 = padding
         cache: Cache | None = None,
         use_cache: bool | None = None,
     ) -> DSparkDraftOutput:
         """One block through the parallel stage; see [`DSparkDraftOutput`].
 
-        `position_ids` default to what follows the cached context. The returned cache holds the context alone.
+        `position_ids` default to what follows the cached context; without those of the C cached tokens these are the ones
+        right before. The returned cache holds the context alone.
         """
         hidden_states, cache = self._parallel_stage(
             input_ids, noise_embeds, context_hidden_states, position_ids, attention_mask, cache
@@ -246,12 +248,16 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             start = cache.get_seq_length()
             position_ids = torch.arange(start, start + new + block, device=self.device).expand(batch, -1)
         if new:
-            self.extend_context(context_hidden_states, position_ids[:, :new], cache)
+            self.extend_context(context_hidden_states, position_ids[:, -block - new : -block], cache)
         if cache.get_seq_length() == 0:
             raise ValueError("The drafter needs at least one context token before the anchor.")
         contexts = [(layer.keys, layer.values) for layer in cache.layers]
-        masks = self._block_masks(position_ids[:, new:], cache.get_seq_length(), attention_mask)
-        return self.run_layers(hidden_states, position_ids[:, new:], contexts, masks), cache
+        untold = cache.get_seq_length() + block - position_ids.shape[1]
+        earlier = torch.arange(-untold, 0, device=position_ids.device) + position_ids[:, :1]
+        context_positions = torch.cat([earlier, position_ids[:, :-block]], dim=1)
+        block_positions = position_ids[:, -block:]
+        masks = self._block_masks(context_positions, block_positions, attention_mask)
+        return self.run_layers(hidden_states, block_positions, contexts, masks), cache
 
     def run_layers(
         self,
@@ -280,23 +286,29 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self,
         context_hidden_states: torch.Tensor,  # [B, S, m * d_target]
         position_ids: torch.LongTensor,  # [B, S]
+        next_ids: torch.LongTensor | None = None,  # [B, S], the token behind each one; Eagle3 alone reads them
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Features (eq. 2) and, for each layer, their keys and values (eq. 3): two of [B, kv heads, S, head_dim]."""
         features = self.context_features(context_hidden_states)
         rope = self.rotary_emb(features, position_ids)
+        if next_ids is not None:
+            features = self.layers[0].inputs(features, self.embed(next_ids))
         return [layer.self_attn.key_values(features, rope) for layer in self.layers]
 
     def _block_masks(
-        self, block_positions: torch.LongTensor, num_context: int, attention_mask: torch.Tensor | None
+        self,
+        context_positions: torch.LongTensor,  # [B, C]
+        block_positions: torch.LongTensor,  # [B, block]
+        attention_mask: torch.Tensor | None,  # [B, C + block]
     ) -> dict[str, torch.Tensor | None]:
         """Bool masks [B, 1, block, C + block] by layer type, `None` where everything is seen."""
         padding = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
         masks: dict[str, torch.Tensor | None] = dict.fromkeys(self.config.layer_types, padding)
         for kind in masks:
             if not sees_everything(self.config, kind):
-                # Context tokens are the ones right before the block.
-                context = torch.arange(-num_context, 0, device=block_positions.device) + block_positions[:, :1]
-                seen = block_mask(self.config, kind, context, block_positions, block_positions[:, :1])[:, None]
+                seen = block_mask(self.config, kind, context_positions, block_positions, block_positions[:, :1])[
+                    :, None
+                ]
                 masks[kind] = seen if padding is None else seen & padding
         return masks
 
@@ -313,8 +325,8 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         logits_processor: Callable | None = None,
         admission: Admission | None = None,
         generator: torch.Generator | None = None,
-        position_ids: torch.LongTensor | None = None,  # [B, S + block_size]
-        attention_mask: torch.Tensor | None = None,  # [B, C + block_size]
+        position_ids: torch.LongTensor | None = None,  # as `forward` takes them
+        attention_mask: torch.Tensor | None = None,  # [B, C + S + block_size]
         max_tokens: int | None = None,
     ) -> DraftBlock:
         """Draft one block: the parallel stage, then the sequential loop (eq. 4) until the policy or `max_tokens` ends it.

@@ -210,6 +210,26 @@ def test_eval_of_one_drafter_has_intervals(pair, monkeypatch, capsys, tmp_path):
     assert "±" in out
 
 
+def test_eval_of_several_windows(pair, monkeypatch, capsys, tmp_path):  # noqa: F811
+    """One drafter, an entry a window; the widest one sees all of these texts, as none does."""
+    report = tmp_path / "report"
+    arguments = ["eval", "--prompts", write_prompts(tmp_path), "--max-new-tokens", 20, "--report", report]
+    arguments += ["--target", pair / "target", "--drafter", f"ours={pair / 'drafter'}", "--context-window"]
+    code, out, err = run(monkeypatch, capsys, *arguments, "none,2,200")
+    assert code == 0, err
+    assert "ours (none) / ours (2)" in out
+    summary = json.loads((report / "comparison.json").read_text())
+    figures = summary["temperatures"]["0"]["groups"]["all"]["drafters"]
+    assert list(figures) == ["ours (none)", "ours (2)", "ours (200)"]
+    assert figures["ours (none)"] == figures["ours (200)"] != figures["ours (2)"]
+    assert summary["facts"]["drafters"]["ours (2)"] == str(pair / "drafter")
+    assert (report / "ours-2-t0" / "eval.json").is_file()
+    # A single one is an ordinary run.
+    code, out, err = run(monkeypatch, capsys, *arguments[:5], *arguments[7:], 2, "--json")
+    assert code == 0, err
+    assert json.loads(out)["groups"]["all"]["accept_length"] == figures["ours (2)"]["accept_length"]
+
+
 def test_a_policy_that_reads_times_is_decoded(pair, second, monkeypatch, capsys, tmp_path):  # noqa: F811
     monkeypatch.setattr("dspark_hf.evaluation.comparison.decode_texts", None)
     arguments = ["eval", "--prompts", write_prompts(tmp_path, 2), "--max-new-tokens", 6, "--policy", "own", "--json"]
@@ -237,6 +257,9 @@ def bad_inputs():
         "no number": (["--temperature", "nan"], "finite"),
         "below zero": (["--temperature", "0,-1"], "at least 0"),
         "sweep of several": (["--temperature", "0,1", "--threshold-sweep"], "one drafter at one temperature"),
+        "a window of nothing": (["--context-window", "0"], "numbers from 1, and none"),
+        "a window twice": (["--context-window", "none,none"], "each once"),
+        "not a window": (["--context-window", "wide"], "takes numbers"),
         "two of one name": (["--drafter", "a/x", "--drafter", "b/x"], "Two drafters"),
         "a name of other characters": (["--drafter", "[x]=a"], "name=path"),
     }

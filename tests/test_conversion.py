@@ -153,10 +153,12 @@ def test_refused_where_the_draft_would_differ(tmp_path, pair, form, settings, me
 def test_what_is_lost_is_said(tmp_path, pair):
     target, folder = pair
     drafter = make_drafter(target, min_block_size=2, confidence_temperatures=[1.0] * 4, confidence_shifts=[0.1] * 4)
+    drafter.config.context_window = 512
     drafter.generation_config.num_assistant_tokens = 3
     drafter.save_pretrained(tmp_path / "ours")
     for form in ("deepspec", "speculators"):
         lost = " ".join(convert(str(tmp_path / "ours"), tmp_path / form, form, str(folder)).lost)
+        assert "window of 512" in lost
         assert "calibration" in lost and "min_block_size 2" in lost and "3 drafted tokens" in lost
 
 

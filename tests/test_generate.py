@@ -312,7 +312,8 @@ def test_no_drafts_at_all_is_plain_decoding(target, drafter):
 def test_candidate_generator_interface(target, drafter):
     from transformers import GenerationConfig
 
-    from dspark_hf.decoding.candidates import DraftContext, DSparkCandidateGenerator
+    from dspark_hf.decoding.candidates import DSparkCandidateGenerator
+    from dspark_hf.decoding.context import DraftContext
 
     context = DraftContext(id(drafter))
     config = GenerationConfig(max_length=40, do_sample=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 
@@ -165,6 +166,13 @@ def test_sampled_distribution_is_exact_with_copies(arguments, monkeypatch):
     scheduler = LookaheadScheduler(rates(1.0, 1.05, 1.1, draft=0.3), Expectation([0.2, 0.2]))
     prompt = torch.tensor([[3, 1, 2, 3, 2, 2, 3, 3, 2, 3]])
     check_distribution(scheduler, arguments, make_drafter, False, monkeypatch, prompt, copies=True)
+
+
+@pytest.mark.parametrize("make", [make_drafter, make_eagle3])
+def test_sampled_distribution_is_exact_with_a_window(make, monkeypatch):
+    """Smaller than the prompt, so that tokens are dropped from the start and in every round."""
+    windowed = functools.partial(make, context_window=2, context_sinks=1)
+    check_distribution(FixedLength(2), {"temperature": 0.8}, windowed, False, monkeypatch, prompt_ids(9, 4, 9))
 
 
 def check_distribution(policy, arguments, make, reduced, monkeypatch, ids=None, copies=False):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -38,7 +39,7 @@ def _root() -> None:
     logging.disable_progress_bar()  # of loading weights; work of ours has bars of its own
 
 
-def numbers(text: str, kind: type, option: str) -> tuple:
+def numbers(text: str, kind: Callable[[str], Any], option: str) -> tuple:
     try:
         return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
     except ValueError:

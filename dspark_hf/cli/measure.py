@@ -239,6 +239,12 @@ def evaluate(
         ),
     ] = "full",
     temperature: Annotated[str, typer.Option(help="0 is greedy; several with commas between them, e.g. 1,0.")] = "0",
+    context_window: Annotated[
+        str,
+        typer.Option(
+            help="Compare windows of the drafter's context: tokens kept, or none, e.g. none,256,1024. [default: the drafter's]"
+        ),
+    ] = "",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 128,
     limit: LimitOption = None,
     threshold_sweep: Annotated[
@@ -255,7 +261,7 @@ def evaluate(
     """Measure acceptance by domain and source: τ, acceptance by position, wasted drafts, reliability; several drafters side by
     side."""
     from ..evaluation.acceptance import collect
-    from ..evaluation.comparison import named_drafters
+    from ..evaluation.comparison import named_drafters, with_windows
     from ..evaluation.completion import DecodingOptions
     from ..evaluation.policies import check_confidences, check_policy
     from ..evaluation.prompt_sets import load_conversations
@@ -271,13 +277,14 @@ def evaluate(
         raise ValueError(f"--temperature takes one number or more, each once, got {temperature!r}.")
     at_least(1 if limit is None else limit, 1, "--limit")
     check_policy(policy)
+    windows = _windows(context_window)
     named = named_drafters(drafter or [AUTO])
-    several = len(named) > 1 or len(temperatures) > 1
+    several = max(len(named), len(windows), len(temperatures)) > 1
     if threshold_sweep and policy != "full":
         raise ValueError(f"--threshold-sweep needs whole blocks: leave --policy at full, got {policy}.")
     if threshold_sweep and several:
         raise ValueError(
-            "--threshold-sweep is of one drafter at one temperature: give one --drafter and --temperature."
+            "--threshold-sweep is of one drafter at one temperature: give one --drafter, --temperature and --context-window."
         )
     if report is not None:
         need_modules("matplotlib")
@@ -285,6 +292,8 @@ def evaluate(
     named = {label: choose_drafter(path, target) for label, path in named.items()}
     loaded = load_target(target, device, dtype)
     models = {label: load_drafter(path, loaded.model) for label, path in named.items()}
+    if windows:
+        models, named = with_windows(models, named, windows)
     check_confidences(policy, models)
     options = [DecodingOptions(max_new_tokens, value, seed=seed) for value in temperatures]
     if several:
@@ -341,6 +350,13 @@ def _compare(target, models, conversations, options, policy, facts, report: Path
             )
     if all(compared["left_out"] == len(conversations) for compared in summary["temperatures"].values()):
         raise typer.Exit(2)
+
+
+def _windows(text: str) -> tuple[int | None, ...]:
+    windows = numbers(text, lambda part: None if part == "none" else int(part), "--context-window")
+    if len(set(windows)) < len(windows) or any(w is not None and w < 1 for w in windows):
+        raise ValueError(f"--context-window takes numbers from 1, and none, each once, got {text!r}.")
+    return windows
 
 
 def _again(report: Path | None) -> str:

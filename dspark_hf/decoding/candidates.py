@@ -1,18 +1,17 @@
 """`DSparkCandidateGenerator`: the drafter's side of a generation.
 
-Owns: the drafter's context (what it has seen of the committed text), the admission policy in force, drafting a block.
-Does not own: the target's forward (`loop`), accepting (`verification`), the drafter's layers (`modeling_dspark`).
+Owns: the admission policy in force, drafting a block, copies. Does not own: what the drafter has seen (`context`), the target's
+forward (`loop`), accepting (`verification`), the drafter's layers (`modeling_dspark`).
 Axes: S committed tokens whose features are new, K drafted tokens, m tapped layers, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import CandidateGenerator
 from transformers.utils import logging
 
@@ -22,70 +21,13 @@ from ..scheduling.admission import ConfidenceThreshold, FixedLength, GuardedLeng
 from ..scheduling.belief import Expectation
 from ..scheduling.lookahead import LookaheadScheduler
 from ..scheduling.step_rates import StepRates
+from .context import MOST_PENDING, DraftContext
 from .lookup import MOST_TOKENS, Copy, TextLookup
 from .profiling import step_rates_of
 from .stats import RoundRecord
 from .targets import placeholder_ids
 
 logger = logging.get_logger(__name__)
-_CONTEXT_ATTRIBUTE = "dspark_context"
-
-
-@dataclass
-class DraftContext:
-    """What the drafter has seen of one text: K/V of tokens already projected, features of those still to be.
-
-    `start` is the position of the first of them; it is not 0 where a cache came without a context.
-    """
-
-    drafter_id: int
-    start: int = 0
-    cache: DynamicCache = field(default_factory=DynamicCache)
-    pending: list[torch.Tensor] = field(default_factory=list)  # each [1, S, m * d_target]
-
-    @property
-    def num_pending(self) -> int:
-        return sum(part.shape[1] for part in self.pending)
-
-    @property
-    def end(self) -> int:
-        """Position after the last token seen."""
-        return self.start + self.cache.get_seq_length() + self.num_pending
-
-    def take_pending(self) -> torch.Tensor | None:
-        """The features not yet projected, [1, S, m * d_target]; they are forgotten here."""
-        parts, self.pending = self.pending, []
-        return torch.cat(parts, dim=1) if parts else None
-
-    def crop(self, end: int) -> None:
-        """Forget what lies at `end` and after."""
-        surplus = self.end - end
-        while surplus > 0 and self.pending:
-            last = self.pending.pop()
-            if last.shape[1] > surplus:
-                self.pending.append(last[:, :-surplus])
-            surplus -= last.shape[1]
-        if surplus > 0:
-            self.cache.crop(-surplus)
-
-
-def context_of(target_cache: Cache, drafter: DSparkDraftModel, num_tokens: int) -> DraftContext:
-    """The drafter's context that came along with a kept target cache of `num_tokens` real tokens, or a new one."""
-    context = getattr(target_cache, _CONTEXT_ATTRIBUTE, None)
-    if num_tokens == 0 or context is None or context.drafter_id != id(drafter) or context.end < num_tokens:
-        if num_tokens:
-            logger.warning_once(
-                f"The cache holds {num_tokens} tokens that this drafter has not seen (it was filled without it), so fewer "
-                "drafts will be accepted at first. The output is not affected."
-            )
-        context = DraftContext(id(drafter), start=num_tokens)
-    context.crop(num_tokens)
-    return context
-
-
-def keep_context(target_cache: Cache, context: DraftContext) -> None:
-    """Let the context travel with the target's cache, for a next turn."""
-    setattr(target_cache, _CONTEXT_ATTRIBUTE, context)
 
 
 def scheduled(
@@ -164,6 +106,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         policy: Policy | None = None,
     ) -> None:
         drafter.bind_target(target)
+        drafter.config.check_context_window()
+        context.limit(drafter.config.context_window, drafter.config.context_sinks)
         self.drafter, self.context, self.generator = drafter, context, generator
         self.do_sample = bool(generation_config.do_sample)
         self.logits_processor = logits_processor
@@ -178,19 +122,18 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.copy: Copy | None = None  # what is verified in this round in place of a block
         self.planned = 0  # tokens that this round's block was made for
         self.parked = False  # whether that is 0 by the policy's choice
-        self.backlog = 0  # tokens whose features the last draft projected
+        self.backlog = 0  # tokens whose features were projected in this round
 
     def observe(self, features: torch.Tensor) -> None:
         """Tapped features of tokens just committed, [1, S, m * d_target]."""
-        if features.shape[1]:
-            self.context.pending.append(features)
+        self.context.add(features)
 
     def plan(self, input_ids: torch.LongTensor, most: int | None = None) -> int:
         """How many tokens this round drafts at most after `input_ids` [1, L], `most` a limit; 0 makes it a plain step."""
         length = input_ids.shape[1]
         room = self.max_length - length - 1  # the target's own token needs a place too
         limit = min(room, self.max_tokens, self.max_tokens if most is None else most)
-        if self.context.end == self.context.start:
+        if not self.context.num_kept:
             limit = 0
         self.parked = False
         if limit > 0 and isinstance(self.admission, RoundPolicy):
@@ -217,34 +160,46 @@ class DSparkCandidateGenerator(CandidateGenerator):
         length = self.admission.copy_length(survival, input_ids.shape[1] - 1)
         return Copy(proposal.tokens[:length], proposal.match) if length else None
 
+    @torch.inference_mode()
     def draft(self, input_ids: torch.LongTensor) -> DraftBlock | None:
         """Draft after `input_ids` [1, L], the last one being the anchor; `None` where nothing was planned."""
+        drafts = self.planned > 0 and self.copy is None
+        self._project(input_ids, drafts)
         if self.copy is not None:
             tokens = input_ids.new_tensor([self.copy.tokens])
             counts = torch.tensor([len(self.copy.tokens)])
             return DraftBlock(tokens, None, None, counts, [[]], 0.0, self.context.cache)
-        if not self.planned:
+        if not drafts:
             return None
-        new = self.context.take_pending()
-        if new is not None and self.drafter.config.is_autoregressive:
-            # A token's features stand with the token behind it, which a prompt given as `inputs_embeds` does not tell.
-            unknown = max(new.shape[1] - input_ids.shape[1], 0)
-            new, self.context.start = new[:, unknown:], self.context.start + unknown
-        first = self.context.start + self.context.cache.get_seq_length()
-        self.backlog = count = 0 if new is None else new.shape[1]
-        with torch.inference_mode():
-            positions = torch.arange(first, first + count + self.drafter.config.block_size, device=self.drafter.device)
-            return self.drafter.draft(
-                input_ids,
-                new,
-                self.context.cache,
-                do_sample=self.do_sample,
-                logits_processor=self.logits_processor,
-                admission=self.admission,
-                generator=self.generator,
-                position_ids=positions[None],
-                max_tokens=self.planned,
-            )
+        context, config = self.context, self.drafter.config
+        # Those of cached tokens are told where a middle is missing; Eagle3's one layer asks for none.
+        told = context.dropped > 0 and not config.is_autoregressive
+        known = context.positions(0 if told else context.cache.get_seq_length())
+        block = torch.arange(context.end, context.end + config.block_size)
+        return self.drafter.draft(
+            input_ids,
+            context.take_pending(),
+            context.cache,
+            do_sample=self.do_sample,
+            logits_processor=self.logits_processor,
+            admission=self.admission,
+            generator=self.generator,
+            position_ids=torch.cat([known, block])[None].to(self.drafter.device),
+            max_tokens=self.planned,
+        )
+
+    def _project(self, input_ids: torch.LongTensor, drafts: bool) -> None:
+        """Turn waiting features into K/V where a block follows, or where too many would wait."""
+        context, self.backlog = self.context, 0
+        if not drafts and context.num_pending <= MOST_PENDING:
+            return
+        self.backlog = context.num_pending
+        if not self.drafter.config.is_autoregressive:
+            context.project(self.drafter, input_ids)
+            return
+        # A token's features stand with the token behind it, which a prompt given as `inputs_embeds` does not tell.
+        context.forget_before(context.end - input_ids.shape[1])
+        context.project(self.drafter, input_ids, leave=int(drafts))  # the last one's output is what a draft begins with
 
     def rows(self, drafted: int, length: int) -> int:
         """Tokens of the target's forward that verifies `drafted` ones after `length`: one more, or padded where cheaper."""

@@ -21,9 +21,10 @@ from transformers.utils import ModelOutput
 
 from ..drafting_dspark import DraftBlock
 from ..modeling_dspark import DSparkDraftModel
-from .candidates import DSparkCandidateGenerator, context_of, keep_context, policy_of
+from .candidates import DSparkCandidateGenerator, policy_of
 from .commit import Choice, Text, choose
 from .compat import CACHE_ARGUMENT, cache_of
+from .context import context_of, keep_context
 from .linear_layers import tuned
 from .quick_forward import grouped_attention, ordinary_buffers
 from .rewinding import Rewinder
@@ -90,6 +91,7 @@ class _Loop:
             candidates.observe(
                 features if real is None else features[:, real[-features.shape[1] :].to(features.device)]
             )
+            del features  # of the whole prompt, where the context may keep the last ones alone
             keep_context(cache, context)
             try:
                 choice = self._choose(outputs.logits[:, -1:], text.input_ids, None, candidates)

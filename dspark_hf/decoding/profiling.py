@@ -84,8 +84,8 @@ def table_key(target: PreTrainedModel, drafter: DSparkDraftModel) -> dict[str, A
 
 
 def _digest(config: Any) -> str:
-    """A hash of what makes the forward: without names, versions and what calibration adds."""
-    ignored = ("_name_or_path", "transformers_version", *CALIBRATION_FIELDS)
+    """A hash of what makes the forward: without names, versions, what calibration adds and what a draft sees of a long text."""
+    ignored = ("_name_or_path", "transformers_version", "context_window", "context_sinks", *CALIBRATION_FIELDS)
     record = {k: v for k, v in config.to_dict().items() if k not in ignored}
     return hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -1,7 +1,8 @@
 """Drafting for many requests at once: one parallel stage for all, one sequential loop over their rows (paper §3.1).
 
 Owns: the drafter's context of every request, drawing the blocks, asking the batch policy before each token exists.
-Does not own: the drafter's layers (`modeling_dspark`), which policy (`scheduling`), verification.
+Does not own: the drafter's layers (`modeling_dspark`), which policy (`scheduling`), verification. Contexts are kept whole here:
+`context_window` is for `decoding.context`.
 Axes: R requests that draft, Q slots of a block, S new context tokens of one request, d hidden size, V_d draft vocabulary.
 """
 

@@ -3,12 +3,15 @@
 Owns: running them, figures side by side with intervals. Does not own: rounds (`replay`, `acceptance`), resampling (`intervals`),
 tables and pages (`comparison_report`).
 
+One drafter under several windows is several drafters with the same weights (`with_windows`).
+
 Where the policy decides from the block alone and the batch engine serves the target, the target's texts are decoded once and
 every drafter is replayed against them (`replay`); otherwise every drafter decodes by itself.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -59,6 +62,21 @@ def named_drafters(given: Sequence[str]) -> dict[str, str]:
             )
         named[label] = path
     return named
+
+
+def with_windows(
+    drafters: Mapping[str, DSparkDraftModel], named: Mapping[str, str], windows: Sequence[int | None]
+) -> tuple[dict[str, DSparkDraftModel], dict[str, str]]:
+    """Every drafter under every window (`context_window` of its config), and its path, by the label with the window behind it."""
+    models, paths = {}, {}
+    for label, model in drafters.items():
+        for window in windows:
+            name = f"{label} ({'none' if window is None else window})"
+            models[name] = copy.copy(model)  # shares the weights
+            models[name].config = copy.deepcopy(model.config)
+            models[name].config.context_window = window
+            paths[name] = named[label]
+    return models, paths
 
 
 def run_folder(folder: Path, label: str, temperature: float) -> Path:

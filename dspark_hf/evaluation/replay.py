@@ -24,7 +24,8 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from ..decoding import sampling
-from ..decoding.candidates import DraftContext, DSparkCandidateGenerator, policy_of
+from ..decoding.candidates import DSparkCandidateGenerator, policy_of
+from ..decoding.context import DraftContext
 from ..decoding.linear_layers import tuned
 from ..decoding.targets import TargetTaps
 from ..drafting_dspark import scores_dtype
