@@ -7,7 +7,7 @@ Axes: S committed tokens whose features are new, K drafted tokens, m tapped laye
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import CandidateGenerator
 from transformers.utils import logging
 
-from ..drafting_dspark import Admission, DraftBlock
+from ..drafting_dspark import Admission, DraftBlock, in_target_vocabulary
 from ..modeling_dspark import DSparkDraftModel
 from ..scheduling.admission import ConfidenceThreshold, FixedLength, GuardedLength, RoundOutcome, RoundPolicy
 from ..scheduling.belief import Expectation
@@ -185,8 +185,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if features.shape[1]:
             self.context.pending.append(features)
 
-    def plan(self, input_ids: torch.LongTensor, most: int | None = None) -> int:
-        """How many tokens this round drafts at most after `input_ids` [1, L], `most` a limit; 0 makes it a plain step."""
+    def plan(self, input_ids: torch.LongTensor, most: int | None = None, known: Sequence[int] = ()) -> int:
+        """How many tokens this round drafts at most after `input_ids` [1, L], `most` a limit; 0 makes it a plain step.
+
+        `known`: the last of these ids where they are on the host, so that the device is not asked for them.
+        """
         length = input_ids.shape[1]
         room = self.max_length - length - 1  # the target's own token needs a place too
         limit = min(room, self.max_tokens, self.max_tokens if most is None else most)
@@ -197,18 +200,20 @@ class DSparkCandidateGenerator(CandidateGenerator):
             limit = min(self.admission.begin_round(length - 1, limit), limit)
             self.parked = limit <= 0
         self.planned = max(limit, 0)
-        self.copy = self._copy(input_ids, room if most is None else min(room, most))
+        self.copy = self._copy(input_ids, room if most is None else min(room, most), known)
         if self.copy is not None:
             self.planned, self.parked = len(self.copy.tokens), False
         return self.planned
 
-    def _copy(self, input_ids: torch.LongTensor, room: int) -> Copy | None:
+    def _copy(self, input_ids: torch.LongTensor, room: int, known: Sequence[int]) -> Copy | None:
         """What followed an earlier run like the text's end, where that promises more tokens a second than the block."""
         if self.lookup is None:
             return None
-        known = len(self.lookup)
+        seen = len(self.lookup)
+        new = input_ids.shape[1] - seen
+        tokens = known[len(known) - new :] if new <= len(known) else input_ids[0, seen:].tolist()
         # Of the prompt it is not learned: what repeats there says little of what the target will repeat.
-        self.lookup.extend(input_ids[0, known:].tolist(), learn=known > 0)
+        self.lookup.extend(tokens, learn=seen > 0)
         proposal = self.lookup.propose(min(room, self.max_copied))
         if proposal is None:
             return None
@@ -222,7 +227,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if self.copy is not None:
             tokens = input_ids.new_tensor([self.copy.tokens])
             counts = torch.tensor([len(self.copy.tokens)])
-            return DraftBlock(tokens, None, None, counts, [[]], 0.0, self.context.cache)
+            return DraftBlock(tokens, None, None, None, counts, [[]], 0.0, self.context.cache)
         if not self.planned:
             return None
         new = self.context.take_pending()
@@ -284,24 +289,17 @@ class DSparkCandidateGenerator(CandidateGenerator):
         return ids, self.full_scores(block).to(input_ids.device)
 
     def full_scores(self, block: DraftBlock) -> torch.Tensor:
-        """A block's scores in the target's vocabulary: -inf where the draft vocabulary has no such token. [1, K, V]"""
+        """A block's scores in the target's vocabulary: -inf where a token was no candidate. [1, K, V]"""
         if block.logits is None:
             return self.full_probs(block).log()
-        return self._in_target_vocabulary(block.logits, float("-inf"))
+        return in_target_vocabulary(block.logits, block.candidate_ids, self.drafter.config.vocab_size, float("-inf"))
 
     def full_probs(self, block: DraftBlock) -> torch.Tensor:
         """What each token of a block was drawn from, in the target's vocabulary. [1, K, V]"""
         if block.logits is None:  # a copy: nothing was drawn
             one_hot = torch.nn.functional.one_hot(block.token_ids, self.drafter.config.vocab_size)
             return one_hot.to(torch.float32)
-        return self._in_target_vocabulary(block.logits.softmax(-1), 0.0)
-
-    def _in_target_vocabulary(self, values: torch.Tensor, elsewhere: float) -> torch.Tensor:
-        if not self.drafter.config.has_reduced_vocab:
-            return values
-        full = values.new_full((*values.shape[:2], self.drafter.config.vocab_size), elsewhere)
-        full[..., self.drafter.draft_token_ids()] = values
-        return full
+        return in_target_vocabulary(block.logits.softmax(-1), block.candidate_ids, self.drafter.config.vocab_size, 0.0)
 
     def update_candidate_strategy(
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
