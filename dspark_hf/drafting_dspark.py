@@ -54,7 +54,7 @@ class DraftBlock:
     """One drafted block.
 
     token_ids: [B, K], ids of the target's vocabulary, K <= γ.
-    logits: [B, K, N], corrected and processed: what each token was drawn from; `None` where nothing was drawn (a copy).
+    logits: [B, K, N], corrected and processed: what each token was drawn from.
     candidate_ids: [B, K, N], the target ids that the columns of `logits` stand for; `None`: the target's whole vocabulary.
     confidence_logits: [B, K], as the head gives them, not calibrated; `None` without a confidence head.
     survival: for each row the calibrated (a_1, a_2, ...) that the policy read, of the refused position too.
@@ -64,7 +64,7 @@ class DraftBlock:
     """
 
     token_ids: torch.LongTensor
-    logits: torch.Tensor | None
+    logits: torch.Tensor
     candidate_ids: torch.LongTensor | None
     confidence_logits: torch.Tensor | None
     num_admitted: torch.LongTensor

@@ -227,7 +227,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if self.copy is not None:
             tokens = input_ids.new_tensor([self.copy.tokens])
             counts = torch.tensor([len(self.copy.tokens)])
-            return DraftBlock(tokens, None, None, None, counts, [[]], 0.0, self.context.cache)
+            # Each is the only candidate of its position.
+            alone = torch.zeros_like(tokens[..., None], dtype=torch.float32)
+            return DraftBlock(tokens, alone, tokens[..., None], None, counts, [[]], 0.0, self.context.cache)
         if not self.planned:
             return None
         new = self.context.take_pending()
@@ -290,15 +292,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def full_scores(self, block: DraftBlock) -> torch.Tensor:
         """A block's scores in the target's vocabulary: -inf where a token was no candidate. [1, K, V]"""
-        if block.logits is None:
-            return self.full_probs(block).log()
         return in_target_vocabulary(block.logits, block.candidate_ids, self.drafter.config.vocab_size, float("-inf"))
 
     def full_probs(self, block: DraftBlock) -> torch.Tensor:
         """What each token of a block was drawn from, in the target's vocabulary. [1, K, V]"""
-        if block.logits is None:  # a copy: nothing was drawn
-            one_hot = torch.nn.functional.one_hot(block.token_ids, self.drafter.config.vocab_size)
-            return one_hot.to(torch.float32)
         return in_target_vocabulary(block.logits.softmax(-1), block.candidate_ids, self.drafter.config.vocab_size, 0.0)
 
     def update_candidate_strategy(
