@@ -24,7 +24,15 @@ from transformers.utils import ModelOutput, logging
 
 from .backbone_dspark import DSparkLayer, RMSNorm, block_mask, sees_everything
 from .configuration_dspark import DSparkConfig
-from .drafting_dspark import Admission, Candidates, DraftBlock, SequentialLoop, scores_dtype
+from .drafting_dspark import (
+    LARGE_VOCABULARY,
+    TOP_CANDIDATES,
+    Admission,
+    Candidates,
+    DraftBlock,
+    SequentialLoop,
+    scores_dtype,
+)
 from .eagle3_dspark import Eagle3Layer, draft_autoregressively
 from .gemma4_dspark import Gemma4Layer
 from .heads_dspark import ConfidenceHead, make_markov_head
@@ -85,7 +93,9 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self._target_head: list[nn.Module] = []
         self._bound_to: list[nn.Module] = []  # the target's own two; an adapter may replace either
         self.admission: Admission | None = None
-        self.top_candidates: int | None = None  # tokens a position is drawn from, see drafting_dspark.Candidates
+        # Tokens that a position is drawn from, `None` for all. Not in the config: a matter of speed that follows from the size.
+        is_large = self.markov_head is not None and config.draft_vocab_size >= LARGE_VOCABULARY
+        self.top_candidates: int | None = TOP_CANDIDATES if is_large else None
         self.deferred_admission: bool | None = None  # see SequentialLoop; `None`: where the drafter is not on a CPU
         self.step_rates: Any = None  # see scheduling.step_rates; loaded or measured at first need
         self.skinny_linear = True  # see decoding.linear_layers

@@ -58,6 +58,16 @@ def test_without_a_head_nothing_is_left_out(target, make):
     assert block.candidate_ids is None
 
 
+@pytest.mark.parametrize(
+    ("size", "head", "count"), [(32767, "vanilla", None), (32768, "rnn", 1024), (32768, "none", None)]
+)
+def test_a_large_vocabulary_is_narrowed_by_itself(size, head, count):
+    target = make_target(vocab_size=40000, dtype=torch.float32)
+    drafter = make_drafter(target, head, draft_vocab_size=size)
+    assert drafter.top_candidates == count
+    assert draft(drafter).logits.shape[-1] == (count or size)
+
+
 @pytest.mark.parametrize("count", [0, -3])
 def test_a_count_below_one_is_refused(drafter, count):
     drafter.top_candidates = count

@@ -257,9 +257,11 @@ def run_training(target: Target, options: TrainOptions, say=print) -> TrainRepor
     if earlier is not None:
         drafter.load_state_dict(earlier.state_dict())
     elif config.has_reduced_vocab:
-        drafter.set_draft_vocabulary(frequent_tokens(answers, config.draft_vocab_size, config.vocab_size))
-    coverage = coverage_of(answers, drafter.draft_token_ids())
-    say(f"Draft vocabulary of {config.draft_vocab_size} tokens covers {coverage:.2%} of the answers.")
+        count = len(drafter.draft_token_ids())
+        drafter.set_draft_vocabulary(frequent_tokens(answers, count, config.vocab_size))
+    vocabulary = drafter.draft_token_ids()
+    coverage = coverage_of(answers, vocabulary)
+    say(f"Draft vocabulary of {len(vocabulary)} tokens covers {coverage:.2%} of the answers.")
     drafter.bind_target(target.model)
     held_out = _held_out(len(answers), options.held_out)
     store = FeatureStore(
@@ -293,7 +295,7 @@ def run_training(target: Target, options: TrainOptions, say=print) -> TrainRepor
         answer_tokens,
         steps,
         trainer.seconds,
-        config.draft_vocab_size,
+        len(vocabulary),
         coverage,
         result,
     )
