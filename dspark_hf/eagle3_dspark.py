@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 
 from .backbone_dspark import DSparkAttention, DSparkMLP, RMSNorm
 from .configuration_dspark import DSparkConfig
-from .drafting_dspark import DraftBlock, SequentialLoop, scores_dtype
+from .drafting_dspark import Candidates, DraftBlock, SequentialLoop, scores_dtype
 
 if TYPE_CHECKING:
     from .modeling_dspark import DSparkDraftModel
@@ -86,7 +86,7 @@ def draft_autoregressively(
         hidden = _step(model, hidden, loop.previous[:, None], position_ids[:, new - 1 : new], cache, seen)
         logits = _scores(model, hidden)
         for k in range(limit):
-            if not loop.step(hidden[:, 0], logits[:, 0]) or k == limit - 1:
+            if not loop.step(hidden[:, 0], Candidates.of(model, logits[:, 0])) or k == limit - 1:
                 break
             drafted += 1
             places = position_ids[:, new + k : new + k + 1]
@@ -96,7 +96,8 @@ def draft_autoregressively(
     finally:
         if surplus := cache.get_seq_length() - before - new:
             cache.crop(-surplus)
-    return loop.block(cache, logits)
+    # Every position is drawn from the whole draft vocabulary.
+    return loop.block(cache, Candidates.of(model, logits.expand(-1, limit, -1)))
 
 
 def _scores(model: DSparkDraftModel, hidden: torch.Tensor) -> torch.Tensor:

@@ -38,9 +38,11 @@ class MarkovHead(nn.Module):
         """Latents of all positions of a block whose previous tokens are known. [B, γ, r]"""
         return self.step(previous_embeddings, hidden, None)[0]
 
-    def project(self, latent: torch.Tensor) -> torch.Tensor:
-        """Logit bias of latents. [..., r] -> [..., V_d]"""
-        return self.markov_w2(latent)
+    def project(self, latent: torch.Tensor, rows: torch.LongTensor | None = None) -> torch.Tensor:
+        """Logit bias of latents, of the draft ids `rows` [..., N] alone where they are given. [..., r] -> [..., V_d or N]"""
+        if rows is None:
+            return self.markov_w2(latent)
+        return (self.markov_w2.weight[rows] @ latent[..., None])[..., 0]
 
 
 class GatedMarkovHead(MarkovHead):

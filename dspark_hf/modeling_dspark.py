@@ -24,7 +24,15 @@ from transformers.utils import ModelOutput, logging
 
 from .backbone_dspark import DSparkLayer, RMSNorm, block_mask, sees_everything
 from .configuration_dspark import DSparkConfig
-from .drafting_dspark import Admission, DraftBlock, SequentialLoop, scores_dtype
+from .drafting_dspark import (
+    LARGE_VOCABULARY,
+    TOP_CANDIDATES,
+    Admission,
+    Candidates,
+    DraftBlock,
+    SequentialLoop,
+    scores_dtype,
+)
 from .eagle3_dspark import Eagle3Layer, draft_autoregressively
 from .gemma4_dspark import Gemma4Layer
 from .heads_dspark import ConfidenceHead, make_markov_head
@@ -85,6 +93,10 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self._target_head: list[nn.Module] = []
         self._bound_to: list[nn.Module] = []  # the target's own two; an adapter may replace either
         self.admission: Admission | None = None
+        # Tokens that a position is drawn from, `None` for all. Not in the config: a matter of speed that follows from the size.
+        is_large = self.markov_head is not None and config.draft_vocab_size >= LARGE_VOCABULARY
+        self.top_candidates: int | None = TOP_CANDIDATES if is_large else None
+        self.deferred_admission: bool | None = None  # see SequentialLoop; `None`: where the drafter is not on a CPU
         self.step_rates: Any = None  # see scheduling.step_rates; loaded or measured at first need
         self.skinny_linear = True  # see decoding.linear_layers
         self.packed_weights = True  # whether that may keep copies of the target's weights
@@ -339,8 +351,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         prefix = prefix.to(self.device)
         batch = prefix.shape[0]
         limit = self.config.num_draft_tokens if max_tokens is None else min(max_tokens, self.config.num_draft_tokens)
-        draft_ids = self.draft_token_ids() if self.config.has_reduced_vocab else None
-        loop = SequentialLoop(self, prefix, draft_ids, do_sample, logits_processor, admission, generator)
+        loop = SequentialLoop(self, prefix, do_sample, logits_processor, admission, generator)
         if self.config.is_autoregressive:
             if context_hidden_states is None or not context_hidden_states.shape[1]:
                 raise ValueError("An Eagle3 drafter needs the features of at least one new token a round.")
@@ -356,13 +367,13 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             position_ids = position_ids[:, : position_ids.shape[1] - self.config.block_size + slots]
         hidden, cache = self._parallel_stage(block, None, context_hidden_states, position_ids, attention_mask, cache)
         base_logits = self.compute_logits(hidden[:, first : first + limit])
-        base_logits = base_logits.to(scores_dtype(base_logits))
+        candidates = Candidates.of(self, base_logits.to(scores_dtype(base_logits)))
         if first:
             loop.skip(hidden[:, 0])  # fill-in: slot 0 proposes nothing, but the recurrent state starts there
         for k in range(limit):
-            if not loop.step(hidden[:, first + k], base_logits[:, k]):
+            if not loop.step(hidden[:, first + k], candidates[:, k]):
                 break
-        return loop.block(cache, base_logits)
+        return loop.block(cache, candidates)
 
     def confidence(self, hidden: torch.Tensor, previous_embedding: torch.Tensor | None) -> torch.Tensor:
         """Confidence logits of positions, [..., d] and [..., r] -> [...]; needs a confidence head."""

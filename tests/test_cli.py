@@ -181,6 +181,16 @@ def test_train(pair, monkeypatch, capsys, tmp_path):
         code, _, err = run(monkeypatch, capsys, *onward, "--init-from", source, "--restart")
         assert code == 2
         assert "--init-from" in err
+    sized = onward.index("--draft-vocab-size")
+    unsized = [*onward[:sized], *onward[sized + 2 :]]
+    for line, said in (
+        ([*onward, "--draft-vocab-coverage", 0.9], "exclude each other"),
+        ([*unsized, "--draft-vocab-coverage", 1.5], "at most 1"),
+        ([*unsized, "--draft-vocab-coverage", 0.9, "--init-from", tmp_path / "new"], "leave one out"),
+    ):
+        code, _, err = run(monkeypatch, capsys, *line)
+        assert code == 2
+        assert said in err
     code, _, err = run(monkeypatch, capsys, *onward, "--method", "dflash", "--block-size", 4, "--min-block-size", 9)
     assert code == 2
     assert "between 1 and --block-size (4), got 9" in err

@@ -247,6 +247,7 @@ def two_rates(*seconds, draft=0.0) -> StepRates:
 # Such costs that each of them, but the first, sometimes cuts a draft and sometimes lets it through.
 BATCH_POLICIES = {
     "fixed": lambda: PerRequest(FixedLength(2)),
+    "fixed-top": lambda: PerRequest(FixedLength(2)),
     "throughput": lambda: BatchThroughput(two_rates(0.8, 1.0, 1.3, 1.5, 1.6517)),
     "lagged": lambda: BatchLagged(two_rates(1.0, 1.2, 1.9, 2.2, 2.3), lag=1),
     "lookahead": lambda: BatchLookahead(two_rates(0.8363, 1.0, 1.1637, 1.3274, 1.4911), Expectation([0.7, 0.6], 0.5)),
@@ -257,13 +258,15 @@ BATCH_POLICIES = {
 def test_sampled_joint_distribution_is_exact(policy, monkeypatch):
     """Two requests of one engine, every outcome of drafting and acceptance of both.
 
-    With "fixed" the whole vocabulary is drafted from, and one decodes while the other's prompt is still read.
+    With "fixed" the whole vocabulary is drafted from ("fixed-top": its best two at each position), and one decodes while the
+    other's prompt is still read.
     """
-    fixed = policy == "fixed"
+    fixed = policy in ("fixed", "fixed-top")
     target = make_target(seed=5, vocab_size=4, num_hidden_layers=2, initializer_range=0.2)
     small = {"block_size": 2, "target_layer_ids": [0], "num_hidden_layers": 1, "draft_vocab_size": None if fixed else 2}
     drafter = make_drafter(target, seed=6, **small)
     drafter.skinny_linear = False
+    drafter.top_candidates = 2 if policy == "fixed-top" else None
     asks = [
         (prompt_ids(4, 4, 9), 4, {"temperature": 3.0, "prefix_allowed_tokens_fn": choices({4: [1]}, [2, 3])}),
         (

@@ -175,7 +175,7 @@ def test_sampled_distribution_is_exact_with_a_window(make, monkeypatch):
     check_distribution(FixedLength(2), {"temperature": 0.8}, windowed, False, monkeypatch, prompt_ids(9, 4, 9))
 
 
-def check_distribution(policy, arguments, make, reduced, monkeypatch, ids=None, copies=False):
+def check_distribution(policy, arguments, make, reduced, monkeypatch, ids=None, copies=False, **attributes):
     padding = policy in (SCHEDULERS["throughput-padded"], SCHEDULERS["lookahead-padded"])
     vocab, horizon = 4, 4 if padding or policy is SCHEDULERS["lookahead-parking"] else 3
     target = make_target(seed=5, vocab_size=vocab, num_hidden_layers=3, initializer_range=0.2)
@@ -187,7 +187,8 @@ def check_distribution(policy, arguments, make, reduced, monkeypatch, ids=None, 
         num_hidden_layers=1,
         draft_vocab_size=2 if reduced else None,
     )
-    drafter.admission = policy
+    for name, value in ({"admission": policy} | attributes).items():
+        setattr(drafter, name, value)
     if padding:
         drafter.generation_config.num_assistant_tokens = 1  # so that two rows are padded to three
     drafter.skinny_linear = False

@@ -95,15 +95,16 @@ def texts_of(target, ids, horizon, end, processors):
 
 
 @pytest.mark.parametrize(
-    ("policy", "arguments", "reduced"),
+    ("policy", "arguments", "reduced", "top"),
     [
-        (FixedLength(2), {}, False),
-        (FixedLength(3), {"temperature": 1.4, "top_p": 0.95}, True),
-        (ConfidenceThreshold(0.5), {"repetition_penalty": 1.3}, False),
+        (FixedLength(2), {}, False, None),
+        (FixedLength(3), {"temperature": 1.4, "top_p": 0.95}, True, None),
+        (ConfidenceThreshold(0.5), {"repetition_penalty": 1.3}, False, None),
+        (FixedLength(2), {}, False, 2),
     ],
-    ids=["fixed", "warped-reduced", "threshold-penalty"],
+    ids=["fixed", "warped-reduced", "threshold-penalty", "top-candidates"],
 )
-def test_sampled_rounds_have_the_distribution_of_real_decoding(policy, arguments, reduced, monkeypatch):
+def test_sampled_rounds_have_the_distribution_of_real_decoding(policy, arguments, reduced, top, monkeypatch):
     """Vocabulary 3, horizon 4: every outcome of text, acceptance and confidences, through generate() and by replay."""
     vocab, horizon, end = 3, 4, 2
     model = make_target(seed=5, vocab_size=vocab, num_hidden_layers=3, initializer_range=0.2)
@@ -121,7 +122,7 @@ def test_sampled_rounds_have_the_distribution_of_real_decoding(policy, arguments
     )
     if reduced:
         drafter.set_draft_vocabulary(torch.tensor([0, end]))
-    drafter.admission, drafter.skinny_linear = policy, False
+    drafter.admission, drafter.skinny_linear, drafter.top_candidates = policy, False, top
     ids = torch.tensor([[0, 1, 1, 0]])
     options = DecodingOptions(horizon, arguments.get("temperature", 1.0), arguments.get("top_p", 1.0))
     enumerator = Enumerator()

@@ -14,7 +14,7 @@ from dspark_hf.texts import messages_of
 from dspark_hf.training.anchors import draw_anchors, make_blocks
 from dspark_hf.training.batched_decode import TextRequest, decode_batched, supports_slots
 from dspark_hf.training.features import FeatureStore, check_logits, compute_features
-from dspark_hf.training.pipeline import TrainOptions, default_target_layers, frequent_tokens, run_training
+from dspark_hf.training.pipeline import TrainOptions, default_target_layers, run_training
 from dspark_hf.training.prompts import load_prompts, plan_answers
 from dspark_hf.training.responses import Answer, read_answers, write_answers
 from dspark_hf.training.step import DraftTrainingStep, collate
@@ -256,12 +256,6 @@ def test_going_on_with_another_drafter_is_refused(tmp_path):
             trainer(**changed).resume()
 
 
-def test_frequent_tokens():
-    answers = [Answer("all", [1], [9, 9, 4, 4, 4, 11])]
-    assert frequent_tokens(answers, 2, 24).tolist() == [4, 9]
-    assert frequent_tokens(answers, 5, 24).tolist() == [0, 1, 4, 9, 11]
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "falcon_h1", "bamba", "lfm2", "llava"])
 def test_whole_pipeline(family, tmp_path):
     from dspark_hf import DSparkDraftModel
@@ -318,7 +312,7 @@ def test_nothing_of_the_users_is_removed_or_overwritten(tmp_path):
     pipeline.prepare_folders(options)
     assert (work / "mine.txt").is_file()
     assert not (work / "answers.jsonl").exists()
-    report = pipeline.TrainReport("output", 0, 0, 0, 0.0, pipeline.Evaluation([], 1.0))
+    report = pipeline.TrainReport("output", 0, 0, 0, 0.0, 24, 1.0, pipeline.Evaluation([], 1.0))
     pipeline.save_drafter(make_drafter(make_target()), options, report)
     assert (output / "mine.txt").is_file()
     assert (output / "model.safetensors").is_file()

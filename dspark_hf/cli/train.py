@@ -44,7 +44,12 @@ def train(
     ] = None,
     markov_head: Annotated[str, typer.Option(help="none, vanilla, gated or rnn (dspark).")] = "vanilla",
     markov_rank: Annotated[int, typer.Option(help="Rank of the sequential head.")] = 64,
-    draft_vocab_size: Annotated[int, typer.Option(help="Most frequent tokens to propose from; 0 is all.")] = 8192,
+    draft_vocab_size: Annotated[
+        int | None, typer.Option(help="Most frequent tokens to propose from; 0 is all. [default: 8192]")
+    ] = None,
+    draft_vocab_coverage: Annotated[
+        float | None, typer.Option(help="Instead: as many as cover this share of the answers' tokens, e.g. 0.995.")
+    ] = None,
     target_layers: Annotated[str, typer.Option(help="Tapped layers. [default: five, spread]")] = "",
     steps: Annotated[int | None, typer.Option(help="Training steps. [default: --epochs over the answers]")] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the answers where --steps is not given.")] = 10.0,
@@ -72,7 +77,7 @@ def train(
         (max_new_tokens, 8, "--max-new-tokens"),
         (1 if num_layers is None else num_layers, 1, "--num-layers"),
         (block_size, 1, "--block-size"),
-        (draft_vocab_size, 0, "--draft-vocab-size"),
+        (draft_vocab_size or 0, 0, "--draft-vocab-size"),
         (batch_size, 1, "--batch-size"),
         (num_anchors, 1, "--num-anchors"),
         (slots, 1, "--slots"),
@@ -81,6 +86,11 @@ def train(
         (feature_cache_gb, 0, "--feature-cache-gb"),
     ):
         at_least(value, low, option)
+    if draft_vocab_coverage is not None:
+        if draft_vocab_size is not None:
+            raise ValueError("--draft-vocab-size and --draft-vocab-coverage exclude each other: give one of them.")
+        if not 0.0 < draft_vocab_coverage <= 1.0:
+            raise ValueError(f"--draft-vocab-coverage must be above 0 and at most 1, got {draft_vocab_coverage}.")
     if method not in METHODS:
         raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {method!r}.")
     if min_block_size is not None and not 1 <= min_block_size <= block_size:
@@ -107,7 +117,8 @@ def train(
         draft_tokens=draft_tokens,
         markov_head=markov_head,
         markov_rank=markov_rank,
-        draft_vocab_size=draft_vocab_size or None,
+        draft_vocab_size=8192 if draft_vocab_size is None else draft_vocab_size or None,
+        draft_vocab_coverage=draft_vocab_coverage,
         target_layers=numbers(target_layers, int, "--target-layers") or None,
         steps=steps,
         epochs=epochs,

@@ -7,15 +7,20 @@ Axes: S committed tokens whose features are new, K drafted tokens, m tapped laye
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 from collections.abc import Callable
 from dataclasses import dataclass
+=======
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+>>>>>>> topm
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import CandidateGenerator
 from transformers.utils import logging
 
-from ..drafting_dspark import Admission, DraftBlock
+from ..drafting_dspark import Admission, DraftBlock, in_target_vocabulary
 from ..modeling_dspark import DSparkDraftModel
 from ..scheduling.admission import ConfidenceThreshold, FixedLength, GuardedLength, RoundOutcome, RoundPolicy
 from ..scheduling.belief import Expectation
@@ -128,8 +133,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """Tapped features of tokens just committed, [1, S, m * d_target]."""
         self.context.add(features)
 
-    def plan(self, input_ids: torch.LongTensor, most: int | None = None) -> int:
-        """How many tokens this round drafts at most after `input_ids` [1, L], `most` a limit; 0 makes it a plain step."""
+    def plan(self, input_ids: torch.LongTensor, most: int | None = None, known: Sequence[int] = ()) -> int:
+        """How many tokens this round drafts at most after `input_ids` [1, L], `most` a limit; 0 makes it a plain step.
+
+        `known`: the last of these ids where they are on the host, so that the device is not asked for them.
+        """
         length = input_ids.shape[1]
         room = self.max_length - length - 1  # the target's own token needs a place too
         limit = min(room, self.max_tokens, self.max_tokens if most is None else most)
@@ -140,18 +148,20 @@ class DSparkCandidateGenerator(CandidateGenerator):
             limit = min(self.admission.begin_round(length - 1, limit), limit)
             self.parked = limit <= 0
         self.planned = max(limit, 0)
-        self.copy = self._copy(input_ids, room if most is None else min(room, most))
+        self.copy = self._copy(input_ids, room if most is None else min(room, most), known)
         if self.copy is not None:
             self.planned, self.parked = len(self.copy.tokens), False
         return self.planned
 
-    def _copy(self, input_ids: torch.LongTensor, room: int) -> Copy | None:
+    def _copy(self, input_ids: torch.LongTensor, room: int, known: Sequence[int]) -> Copy | None:
         """What followed an earlier run like the text's end, where that promises more tokens a second than the block."""
         if self.lookup is None:
             return None
-        known = len(self.lookup)
+        seen = len(self.lookup)
+        new = input_ids.shape[1] - seen
+        tokens = known[len(known) - new :] if new <= len(known) else input_ids[0, seen:].tolist()
         # Of the prompt it is not learned: what repeats there says little of what the target will repeat.
-        self.lookup.extend(input_ids[0, known:].tolist(), learn=known > 0)
+        self.lookup.extend(tokens, learn=seen > 0)
         proposal = self.lookup.propose(min(room, self.max_copied))
         if proposal is None:
             return None
@@ -168,8 +178,15 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if self.copy is not None:
             tokens = input_ids.new_tensor([self.copy.tokens])
             counts = torch.tensor([len(self.copy.tokens)])
+<<<<<<< HEAD
             return DraftBlock(tokens, None, None, counts, [[]], 0.0, self.context.cache)
         if not drafts:
+=======
+            # Each is the only candidate of its position.
+            alone = torch.zeros_like(tokens[..., None], dtype=torch.float32)
+            return DraftBlock(tokens, alone, tokens[..., None], None, counts, [[]], 0.0, self.context.cache)
+        if not self.planned:
+>>>>>>> topm
             return None
         context, config = self.context, self.drafter.config
         # Those of cached tokens are told where a middle is missing; Eagle3's one layer asks for none.
@@ -240,24 +257,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
         return ids, self.full_scores(block).to(input_ids.device)
 
     def full_scores(self, block: DraftBlock) -> torch.Tensor:
-        """A block's scores in the target's vocabulary: -inf where the draft vocabulary has no such token. [1, K, V]"""
-        if block.logits is None:
-            return self.full_probs(block).log()
-        return self._in_target_vocabulary(block.logits, float("-inf"))
+        """A block's scores in the target's vocabulary: -inf where a token was no candidate. [1, K, V]"""
+        return in_target_vocabulary(block.logits, block.candidate_ids, self.drafter.config.vocab_size, float("-inf"))
 
     def full_probs(self, block: DraftBlock) -> torch.Tensor:
         """What each token of a block was drawn from, in the target's vocabulary. [1, K, V]"""
-        if block.logits is None:  # a copy: nothing was drawn
-            one_hot = torch.nn.functional.one_hot(block.token_ids, self.drafter.config.vocab_size)
-            return one_hot.to(torch.float32)
-        return self._in_target_vocabulary(block.logits.softmax(-1), 0.0)
-
-    def _in_target_vocabulary(self, values: torch.Tensor, elsewhere: float) -> torch.Tensor:
-        if not self.drafter.config.has_reduced_vocab:
-            return values
-        full = values.new_full((*values.shape[:2], self.drafter.config.vocab_size), elsewhere)
-        full[..., self.drafter.draft_token_ids()] = values
-        return full
+        return in_target_vocabulary(block.logits.softmax(-1), block.candidate_ids, self.drafter.config.vocab_size, 0.0)
 
     def update_candidate_strategy(
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int

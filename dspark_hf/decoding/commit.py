@@ -7,24 +7,31 @@ Axes: L committed tokens, K drafted tokens, V vocabulary; one sequence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from ..drafting_dspark import scores_dtype
 from .sampling import process_rows
-from .verification import Verification, verify_block, verify_greedy
+from .verification import verify_block, verify_greedy
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What the target made of a round: the verification, the drafted tokens [1, K], its logits and scores [K + 1, V]."""
+    """What the target made of a round, on the host already.
 
-    verification: Verification
-    tokens: torch.LongTensor
+    accepted: drafted tokens that stand. token_ids: those and the one that follows them; ids: the same as a tensor [accepted + 1].
+    raw, scores: the target's logits, and what became of them, [K + 1, V].
+    """
+
+    accepted: int
+    token_ids: list[int]
+    ids: torch.LongTensor
     raw: torch.Tensor
     scores: torch.Tensor
 
@@ -37,21 +44,28 @@ def choose(
     draft_probs: torch.Tensor | None = None,  # [1, K, V]; needed where K > 0 and `do_sample`
     generator: torch.Generator | None = None,
 ) -> Choice:
-    """Process the target's scores and decide which drafted tokens stand, and what follows them."""
+    """Process the target's scores and decide which drafted tokens stand, and what follows them; one read of the device."""
     raw = logits.to(candidate_ids.device, scores_dtype(logits) if do_sample else torch.float32)
     scores = process_rows(processors, candidate_ids, raw)
     drafted = logits.shape[0] - 1
     tokens = candidate_ids[:, candidate_ids.shape[1] - drafted :]
-    if not do_sample:
-        return Choice(verify_greedy(tokens, scores.argmax(-1)[None]), tokens, raw, scores)
-    if draft_probs is None:
-        draft_probs = scores.new_zeros(1, 0, scores.shape[-1])
-    probs = draft_probs.to(scores.device, scores.dtype)
-    return Choice(verify_block(tokens, probs, scores.softmax(-1)[None], generator=generator), tokens, raw, scores)
+    if do_sample:
+        if draft_probs is None:
+            draft_probs = scores.new_zeros(1, 0, scores.shape[-1])
+        probs = draft_probs.to(scores.device, scores.dtype)
+        result = verify_block(tokens, probs, scores.softmax(-1)[None], generator=generator)
+    else:
+        result = verify_greedy(tokens, scores.argmax(-1)[None])
+    accepted, *known = torch.cat([result.num_accepted, tokens[0], result.next_token]).tolist()
+    ids = torch.cat([tokens[0, :accepted], result.next_token])
+    return Choice(accepted, known[:accepted] + known[-1:], ids, raw, scores)
 
 
 class Text:
-    """One text and what is kept of each of its new tokens (scores, logits: where `config` asks for them)."""
+    """One text and what is kept of each of its new tokens (scores, logits: where `config` asks for them).
+
+    new_tokens: all that were appended, on the host.
+    """
 
     def __init__(
         self,
@@ -60,7 +74,19 @@ class Text:
         criteria: StoppingCriteriaList,
         streamer: BaseStreamer | None,
     ) -> None:
-        self.input_ids, self.criteria, self.streamer = input_ids, criteria, streamer
+        self.input_ids, self.streamer = input_ids, streamer
+        self.new_tokens: list[int] = []
+        # What transformers' own criteria say is known on the host; all others may read the device for every token.
+        self._last_tokens: set[int] = set()
+        self._max_length = math.inf
+        self._others = StoppingCriteriaList()
+        for criterion in criteria:
+            if type(criterion) is EosTokenCriteria:
+                self._last_tokens.update(criterion.eos_token_id.tolist())
+            elif type(criterion) is MaxLengthCriteria and not _may_warn(criterion):
+                self._max_length = min(self._max_length, criterion.max_length)
+            else:
+                self._others.append(criterion)
         keep = config.return_dict_in_generate
         self.scores: tuple[torch.Tensor, ...] | None = () if keep and config.output_scores else None
         self.logits: tuple[torch.Tensor, ...] | None = () if keep and config.output_logits else None
@@ -75,14 +101,15 @@ class Text:
 
         Returns how many were appended; `record` is called with the number of each of them.
         """
-        accepted = int(choice.verification.num_accepted)
-        new = torch.cat([choice.tokens[0, :accepted], choice.verification.next_token])
-        committed = 0
-        while committed < len(new) and not self.finished:
-            token = new[committed : committed + 1]
-            self.input_ids = torch.cat([self.input_ids, token[None]], dim=1)
+        before, committed = self.length, 0
+        whole = torch.cat([self.input_ids, choice.ids[None]], dim=1)
+        for token in choice.token_ids:
+            if self.finished:
+                break
+            self.input_ids = whole[:, : before + committed + 1]
+            self.new_tokens.append(token)
             if self.streamer is not None:
-                self.streamer.put(token.cpu())
+                self.streamer.put(torch.tensor([token]))
             if self.scores is not None:
                 self.scores += (choice.scores[committed : committed + 1],)
             if self.logits is not None:
@@ -90,5 +117,17 @@ class Text:
             if record is not None:
                 record(committed)
             committed += 1
-            self.finished = bool(self.criteria(self.input_ids, self.scores).all())
+            self.finished = self._stops(token)
         return committed
+
+    def _stops(self, token: int) -> bool:
+        """Whether the text ends with `token`, its last one."""
+        stops = token in self._last_tokens or self.length >= self._max_length
+        if self._others:
+            stops = bool(self._others(self.input_ids, self.scores).all()) or stops
+        return stops
+
+
+def _may_warn(criterion: MaxLengthCriteria) -> bool:
+    """Whether it also reminds of a text that outgrows the model's context."""
+    return criterion.max_position_embeddings is not None and criterion.max_length > criterion.max_position_embeddings

@@ -11,6 +11,7 @@ keeps no statistics; this one ends with the cache, tokens and outputs that plain
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -125,7 +126,8 @@ class _Loop:
         stats, before = self.stats, text.input_ids.shape[1]
         started, spent = time.perf_counter(), (stats.draft_seconds, stats.verify_seconds)
         with stats.timed("scheduling"):
-            planned = candidates.plan(text.input_ids, rewinder.most_drafted(self.drafter.config.num_draft_tokens))
+            most = rewinder.most_drafted(self.drafter.config.num_draft_tokens)
+            planned = candidates.plan(text.input_ids, most, text.new_tokens)
         with stats.timed("draft"):
             block = candidates.draft(text.input_ids)
         drafted = 0 if block is None else block.token_ids.shape[1]
@@ -140,11 +142,12 @@ class _Loop:
             padding = candidate_ids[:, -1:].expand(-1, new_rows - drafted - 1)
             arguments = self._grown(outputs, model_kwargs, new_rows - 1)
             outputs = self._forward(torch.cat([candidate_ids, padding], dim=1), lag + new_rows, arguments)
-            synchronize(candidate_ids.device)
         features = taps.take(self.drafter.device)[:, lag:]
         logits = self._ordinary(outputs.logits[:, -new_rows:][:, : drafted + 1])
         try:
-            choice = self._choose(logits, candidate_ids, block, candidates)
+            # An accelerator is waited for here alone, where the choice is read, so its forward's time ends here too.
+            with nullcontext() if candidate_ids.device.type == "cpu" else stats.timed("verify"):
+                choice = self._choose(logits, candidate_ids, block, candidates)
             model_kwargs = self._commit(text, choice, outputs, model_kwargs, lag + new_rows, lag)
         finally:  # also where a streamer or a stopping criterion raises: the cache may be the user's
             committed = text.length - before
@@ -155,7 +158,7 @@ class _Loop:
             candidates.parked,
             drafted,
             drafted,
-            min(int(choice.verification.num_accepted), committed),
+            min(choice.accepted, committed),
             lag + new_rows,
             [] if block is None else block.survival[0],
             None if block is None else block.confidence_logits,

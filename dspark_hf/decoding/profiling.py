@@ -71,6 +71,7 @@ def table_key(target: PreTrainedModel, drafter: DSparkDraftModel) -> dict[str, A
         "quantization": None if quantization is None else str(quantization),
         "drafter": str(drafter.config._name_or_path),
         "drafter_config": _digest(drafter.config),
+        "top_candidates": drafter.top_candidates,
         "dtype": str(target.dtype),
         "drafter_dtype": str(drafter.dtype),
         "device": f"{device.type}: {name}",

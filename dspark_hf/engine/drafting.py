@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from transformers import LogitsProcessorList
 
 from ..backbone_dspark import block_mask, sees_everything
 from ..decoding import sampling
-from ..drafting_dspark import are_value_only, calibrated_confidences, scores_dtype
+from ..drafting_dspark import Candidates, calibrated_confidences, in_target_vocabulary, scores_dtype
 from ..modeling_dspark import DSparkDraftModel
 from ..scheduling.batch import BatchPolicy
 from .cache import Group, Layout, RaggedStore
@@ -28,7 +27,8 @@ from .sequence import Request
 class RequestDraft:
     """One request's block so far.
 
-    token_ids, scores: each drafted token, and what it was drawn from, [V_d]. survival: calibrated (a_1, a_2, ...) that the
+    token_ids, scores: each drafted token, and what it was drawn from, [N]; candidate_ids: the target ids that stand for the
+    columns of each, or `None` as in `Candidates`. survival: calibrated (a_1, a_2, ...) that the
     policy read, of the refused position too. confidence_logits: as the head gives them. error: raised by a processor of
     the request's own.
     """
@@ -37,6 +37,7 @@ class RequestDraft:
     limit: int
     token_ids: list[int] = field(default_factory=list)
     scores: list[torch.Tensor] = field(default_factory=list)
+    candidate_ids: list[torch.Tensor | None] = field(default_factory=list)
     survival: list[float] = field(default_factory=list)
     confidence_logits: list[float] = field(default_factory=list)
     error: Exception | None = None
@@ -53,7 +54,6 @@ class BatchDrafter:
             )
         self.drafter = drafter
         self.store = RaggedStore()
-        self._draft_ids = drafter.draft_token_ids() if drafter.config.has_reduced_vocab else None
         self._first = 0 if drafter.config.sample_from_anchor else 1  # slot of the first prediction
 
     def room(self, num_tokens: int) -> int:
@@ -90,8 +90,8 @@ class BatchDrafter:
             return drafts
         hidden, places = self._parallel_stage([drafts[r] for r in rows])
         base = self.drafter.compute_logits(hidden[[at + k for at, r in zip(places, rows) for k in range(limits[r])]])
-        base = base.to(scores_dtype(base))
-        self._sequential_stage(drafts, rows, hidden, places, base, policy)
+        candidates = Candidates.of(self.drafter, base.to(scores_dtype(base)))
+        self._sequential_stage(drafts, rows, hidden, places, candidates, policy)
         return drafts
 
     def _parallel_stage(self, drafts: Sequence[RequestDraft]) -> tuple[torch.Tensor, list[int]]:
@@ -122,7 +122,7 @@ class BatchDrafter:
         hidden = model.run_layers(model.embed(ids[None]), positions, contexts, {})[0]
         return hidden, [start + self._first for start in layout.starts]
 
-    def _sequential_stage(self, drafts, rows, hidden, places, base, policy: BatchPolicy) -> None:
+    def _sequential_stage(self, drafts, rows, hidden, places, base: Candidates, policy: BatchPolicy) -> None:
         model, head = self.drafter, self.drafter.markov_head
         device = model.device
         previous = torch.cat([drafts[r].request.text.input_ids[0, -1:] for r in rows]).to(device)
@@ -158,55 +158,47 @@ class BatchDrafter:
             alive = going
             if not alive:
                 return
-            scores = base[[starts[i] + k for i in alive]]
-            if latent is not None:
-                scores = scores + head.project(latent)
-            tokens = self._draw([drafts[rows[i]] for i in alive], scores)
+            candidates = base[[starts[i] + k for i in alive]]
+            scores = candidates.logits if latent is None else candidates.logits + head.project(latent, candidates.rows)
+            tokens = self._draw([drafts[rows[i]] for i in alive], candidates, scores)
             going = [i for i, token in zip(alive, tokens) if token is not None]
             state = _narrowed(state, alive, going)
             alive = going
             previous = torch.tensor([token for token in tokens if token is not None], dtype=torch.long, device=device)
 
-    def _draw(self, drafts: Sequence[RequestDraft], scores: torch.Tensor) -> list[int | None]:
-        """One token for each row of scores [rows, V_d]; `None` where the request's processors leave none, or fail."""
-        best = scores.argmax(-1).tolist()
+    def _draw(self, drafts: Sequence[RequestDraft], candidates: Candidates, scores: torch.Tensor) -> list[int | None]:
+        """One token for each row of scores [rows, N]; `None` where the request's processors leave none, or fail."""
+        best = candidates.chosen(scores.argmax(-1)).tolist()
         tokens: list[int | None] = []
-        for draft, row, choice in zip(drafts, scores, best):
-            prepared = draft.request.prepared
+        for i, (draft, token) in enumerate(zip(drafts, best)):
+            row, own, prepared = scores[i : i + 1], candidates[i : i + 1], draft.request.prepared
             try:
                 if prepared.processors:
-                    row = self._process(draft, row[None])[0]
-                    choice = None if bool(torch.isneginf(row).all()) else int(row.argmax())
-                if choice is not None and prepared.config.do_sample:
-                    choice = int(sampling.draw_tokens(row[None].softmax(-1), draft.request.draft_generator))
+                    row = self._process(draft, own, row)
+                    token = None if bool(torch.isneginf(row).all()) else int(own.chosen(row.argmax(-1)))
+                if token is not None and prepared.config.do_sample:
+                    token = int(own.chosen(sampling.draw_tokens(row.softmax(-1), draft.request.draft_generator)))
             except Exception as error:
-                draft.error, choice = error, None
-            if choice is not None:
-                choice = choice if self._draft_ids is None else int(self._draft_ids[choice])
-                draft.token_ids.append(choice)
-                draft.scores.append(row)
-            tokens.append(choice)
+                draft.error, token = error, None
+            if token is not None:
+                draft.token_ids.append(token)
+                draft.scores.append(row[0])
+                draft.candidate_ids.append(None if own.token_ids is None else own.token_ids[0])
+            tokens.append(token)
         return tokens
 
-    def _process(self, draft: RequestDraft, scores: torch.Tensor) -> torch.Tensor:
-        """The request's processors on one row [1, V_d], with its text and draft as the prefix."""
-        processors: LogitsProcessorList = draft.request.prepared.processors
+    def _process(self, draft: RequestDraft, candidates: Candidates, scores: torch.Tensor) -> torch.Tensor:
+        """The request's processors on one row [1, N], with its text and draft as the prefix."""
         ids = draft.request.text.input_ids
         ids = torch.cat([ids, ids.new_tensor([draft.token_ids])], dim=1).to(scores.device)
-        if self._draft_ids is None or are_value_only(processors):
-            return processors(ids, scores)
-        full = scores.new_full((1, self.drafter.config.vocab_size), float("-inf"))
-        full[:, self._draft_ids] = scores
-        return processors(ids, full)[:, self._draft_ids]
+        return candidates.process(draft.request.prepared.processors, ids, scores, self.drafter.config.vocab_size)
 
     def probs(self, draft: RequestDraft, count: int) -> torch.Tensor:
         """What the first `count` tokens were drawn from, in the target's vocabulary. [1, count, V]"""
         probs = torch.stack(draft.scores[:count]).softmax(-1)
-        if self._draft_ids is None:
-            return probs[None]
-        full = probs.new_zeros(count, self.drafter.config.vocab_size)
-        full[:, self._draft_ids] = probs
-        return full[None]
+        known = [ids for ids in draft.candidate_ids[:count] if ids is not None]
+        ids = torch.stack(known) if known else None
+        return in_target_vocabulary(probs, ids, self.drafter.config.vocab_size, 0.0)[None]
 
 
 def _narrowed(values: torch.Tensor | None, rows: Sequence[int], kept: Sequence[int]) -> torch.Tensor | None:

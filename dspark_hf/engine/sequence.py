@@ -250,7 +250,7 @@ class Request:
         )
         committed = self.text.commit(choice)
         self.stats.new_tokens += committed
-        return committed, min(int(choice.verification.num_accepted), committed)
+        return committed, min(choice.accepted, committed)
 
     def keep(self, output: SpanOutput, count: int) -> None:
         """The first `count` rows of a forward stand: they are in the cache now, and their features are for the drafter."""

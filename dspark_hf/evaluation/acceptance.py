@@ -121,7 +121,8 @@ def fingerprint(drafter: DSparkDraftModel) -> str:
     """Tells this drafter from another one, and from itself before more training or calibration."""
     config = {k: v for k, v in drafter.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     weights = [float(p.detach().cpu().double().sum()) for p in drafter.parameters()]
-    return hashlib.sha256(json.dumps([config, weights], sort_keys=True, default=str).encode()).hexdigest()[:16]
+    settings = [config, weights, drafter.top_candidates]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def acceptance_figures(samples: Sequence[Sample], length: int) -> dict[str, Any]:

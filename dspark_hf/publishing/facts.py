@@ -154,6 +154,7 @@ def _training(record: dict[str, Any]) -> dict[str, Any]:
     blocks = str(options["block_size"])
     if options["min_block_size"]:
         blocks = f"{options['min_block_size']} to {blocks}"
+    covered = report.get("draft_vocab_coverage")  # newer than the rest, as is `init_from`
     rows = [
         ["answers of the target", f"{report['answers']:,} ({report['answer_tokens']:,} tokens)"],
         ["longest answer made", f"{options['max_new_tokens']} tokens"],
@@ -165,7 +166,8 @@ def _training(record: dict[str, Any]) -> dict[str, Any]:
         ["peak learning rate", f"{options['learning_rate']:g}"],
         ["seed", str(options["seed"])],
         ["time in the training loop", f"{report['training_seconds'] / 60:.0f} min"],
-        ["went on from", f"`{options.get('init_from')}`" if options.get("init_from") else ""],  # newer than the rest
+        ["went on from", f"`{options.get('init_from')}`" if options.get("init_from") else ""],
+        ["the answers' tokens in the draft vocabulary", f"{covered:.2%}" if covered else ""],
     ]  # fmt: skip
     held_out = report["held_out"]
     return {

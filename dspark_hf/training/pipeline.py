@@ -6,13 +6,12 @@ Does not own: what a stage does (`prompts`, `responses`, `features`, `trainer`).
 
 from __future__ import annotations
 
-import collections
 import copy
 import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +28,7 @@ from .prompts import AnswerPlan, Prompt, load_prompts, plan_answers
 from .responses import Answer, invent_prompts, missing_answers, read_answers, write_answers
 from .trainer import Evaluation, Trainer, TrainingRecipe, mixed_precision
 from .unroll import EAGLE3_LOSS
+from .vocabulary import coverage_of, covering_size, frequent_tokens
 
 # The losses of each method's released recipe.
 METHODS = {"dspark": LossWeights(), "dflash": LossWeights(1.0, 0.0, 0.0), "eagle3": EAGLE3_LOSS}
@@ -47,7 +47,11 @@ _NORM_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What `dspark-hf train` takes; `None` means a default that depends on the target or the data."""
+    """What `dspark-hf train` takes; `None` means a default that depends on the target or the data.
+
+    draft_vocab_size: `None` is the whole vocabulary. draft_vocab_coverage: where given, the size is chosen so that it covers
+    this share of the answers' tokens.
+    """
 
     prompts: tuple[Path, ...]
     output: Path
@@ -66,6 +70,7 @@ class TrainOptions:
     markov_head: str = "vanilla"
     markov_rank: int = 64
     draft_vocab_size: int | None = 8192
+    draft_vocab_coverage: float | None = None
     target_layers: tuple[int, ...] | None = None
     steps: int | None = None
     epochs: float = 10.0
@@ -81,13 +86,16 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What came of a run: token counts, seconds by stage, held-out acceptance."""
+    """What came of a run: token counts, seconds by stage, the draft vocabulary and the share of the answers' tokens that it
+    covers, held-out acceptance."""
 
     output: str
     answers: int
     answer_tokens: int
     steps: int
     training_seconds: float
+    draft_vocab_size: int
+    draft_vocab_coverage: float
     held_out: Evaluation
 
 
@@ -149,15 +157,6 @@ def _mask_token(target: PreTrainedModel) -> int:
     """The last id that no text ends with; its embedding only marks positions still to be drafted."""
     banned = eos_ids(target)
     return next(i for i in reversed(range(target.config.get_text_config().vocab_size)) if i not in banned)
-
-
-def frequent_tokens(answers: Sequence[Answer], count: int, vocab_size: int) -> torch.LongTensor:
-    """The `count` most frequent answer tokens, filled up with the lowest ids; ascending."""
-    frequency = collections.Counter(token for answer in answers for token in answer.response_ids)
-    chosen = [token for token, _ in frequency.most_common(count)]
-    seen = set(chosen)
-    chosen += [i for i in range(vocab_size) if i not in seen][: count - len(chosen)]
-    return torch.tensor(sorted(chosen))
 
 
 def working_copy(target: PreTrainedModel) -> PreTrainedModel:
@@ -238,6 +237,10 @@ def prepare_folders(options: TrainOptions) -> None:
 def run_training(target: Target, options: TrainOptions, say=print) -> TrainReport:
     """All stages; each goes on where an earlier run was stopped. `say` prints a line to the user."""
     check_logits(target.model)
+    if options.draft_vocab_coverage is not None and options.init_from is not None:
+        raise ValueError(
+            "--draft-vocab-coverage chooses a draft vocabulary, and --init-from keeps the earlier drafter's: leave one out."
+        )
     prepare_folders(options)
     torch.manual_seed(options.seed)
     config = drafter_config(target.model, options, target.name)
@@ -246,14 +249,19 @@ def run_training(target: Target, options: TrainOptions, say=print) -> TrainRepor
     answers = make_answers(target, worker, options, say)
     answer_tokens = sum(len(a.response_ids) for a in answers)
     say(f"{len(answers)} answers, {answer_tokens:,} answer tokens.")
+    if options.draft_vocab_coverage is not None:
+        size = covering_size(answers, options.draft_vocab_coverage, config.vocab_size)
+        config = drafter_config(target.model, replace(options, draft_vocab_size=size), target.name)
 
     drafter = DSparkDraftModel(config).to(target.model.device)
     if earlier is not None:
         drafter.load_state_dict(earlier.state_dict())
     elif config.has_reduced_vocab:
-        tokens = frequent_tokens(answers, len(drafter.draft_token_ids()), config.vocab_size)
-        drafter.set_draft_vocabulary(tokens)
-        say(f"Draft vocabulary of {len(tokens)} tokens covers {_coverage(answers, tokens):.2%} of the answers.")
+        count = len(drafter.draft_token_ids())
+        drafter.set_draft_vocabulary(frequent_tokens(answers, count, config.vocab_size))
+    vocabulary = drafter.draft_token_ids()
+    coverage = coverage_of(answers, vocabulary)
+    say(f"Draft vocabulary of {len(vocabulary)} tokens covers {coverage:.2%} of the answers.")
     drafter.bind_target(target.model)
     held_out = _held_out(len(answers), options.held_out)
     store = FeatureStore(
@@ -281,7 +289,16 @@ def run_training(target: Target, options: TrainOptions, say=print) -> TrainRepor
         store.fill()
         trainer.run()
     result = trainer.evaluate()
-    report = TrainReport(options.output.name, len(answers), answer_tokens, steps, trainer.seconds, result)
+    report = TrainReport(
+        options.output.name,
+        len(answers),
+        answer_tokens,
+        steps,
+        trainer.seconds,
+        len(vocabulary),
+        coverage,
+        result,
+    )
     save_drafter(drafter, options, report)
     return report
 
@@ -328,9 +345,3 @@ def _held_out(count: int, share: float) -> list[int]:
     """Evenly spread answers, so that every domain has some."""
     wanted = min(max(round(count * share), 1), 256, count - 1)
     return [round(i * count / wanted) for i in range(wanted)] if wanted else []
-
-
-def _coverage(answers: Sequence[Answer], tokens: torch.LongTensor) -> float:
-    known = set(tokens.tolist())
-    total = sum(len(a.response_ids) for a in answers)
-    return sum(t in known for a in answers for t in a.response_ids) / total
