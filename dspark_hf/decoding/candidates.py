@@ -7,13 +7,8 @@ Axes: S committed tokens whose features are new, K drafted tokens, m tapped laye
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from collections.abc import Callable
-from dataclasses import dataclass
-=======
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
->>>>>>> topm
+from dataclasses import dataclass
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
@@ -178,15 +173,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if self.copy is not None:
             tokens = input_ids.new_tensor([self.copy.tokens])
             counts = torch.tensor([len(self.copy.tokens)])
-<<<<<<< HEAD
-            return DraftBlock(tokens, None, None, counts, [[]], 0.0, self.context.cache)
-        if not drafts:
-=======
             # Each is the only candidate of its position.
             alone = torch.zeros_like(tokens[..., None], dtype=torch.float32)
             return DraftBlock(tokens, alone, tokens[..., None], None, counts, [[]], 0.0, self.context.cache)
-        if not self.planned:
->>>>>>> topm
+        if not drafts:
             return None
         context, config = self.context, self.drafter.config
         # Those of cached tokens are told where a middle is missing; Eagle3's one layer asks for none.
