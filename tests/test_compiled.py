@@ -106,7 +106,7 @@ def test_static_shapes_stay_below_dynamos_limit(compilations):
     assert torch.equal(generate(target, drafter, tokens=60, **forced(dynamic=False)), plain)
     history = drafter.last_generation.history
     rows = {record.rows for record in history}
-    assert rows <= {1, 2, 4, 8} and len(rows) < len({record.drafted for record in history}) == 5
+    assert rows <= {1, 2, 4, 8} and len(rows) < len({record.drafted for record in history})
     assert len(compilations) == len(rows)
 
 

@@ -63,7 +63,11 @@ def test_padding_stays_in_the_cache_and_in_the_windows(family):
         for tokens in (2, 3, 4, 5, 9, 13):
             plain = target.generate(prompt_ids(), max_new_tokens=tokens, do_sample=False)
             fast = target.generate(
-                prompt_ids(), max_new_tokens=tokens, do_sample=False, assistant_model=drafter, **static_cache(target, 6 + tokens)
+                prompt_ids(),
+                max_new_tokens=tokens,
+                do_sample=False,
+                assistant_model=drafter,
+                **static_cache(target, 6 + tokens),
             )
             assert torch.equal(plain, fast)
         if family == "llama":
@@ -142,7 +146,9 @@ def test_an_exception_leaves_a_cache_to_go_on_with(family, length):
 
 def test_a_window_is_put_back_across_its_edge():
     """Whatever it held, however much was read, however much of that stands."""
-    target = make_target("gemma3", sliding_window=5, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    target = make_target(
+        "gemma3", sliding_window=5, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]
+    )
     generator = torch.Generator().manual_seed(0)
     for before in range(1, 12):
         for rows in range(1, 6):
@@ -184,7 +190,7 @@ def test_a_cache_that_is_too_short_is_refused_before_the_prefill(target, drafter
     assert fast.shape[1] == 37
     no_forward(target)
     arguments = {"do_sample": False, "assistant_model": drafter}
-    with pytest.raises(ValueError, match="places for 35 tokens, and this call may need 36.*1 new tokens less"):
+    with pytest.raises(ValueError, match=r"places for 35 tokens, and this call may need 36.*1 new tokens less"):
         target.generate(prompt_ids(), max_new_tokens=30, **arguments, **static_cache(target, 35))
     turn = torch.cat([fast, prompt_ids(2, seed=5)], dim=1)
     with pytest.raises(ValueError, match="may need 39"):
@@ -199,7 +205,9 @@ def test_static_caches_of_hybrids_are_refused_before_the_prefill(family, no_forw
     target = make_hybrid(family)
     drafter = make_drafter(target)
     no_forward(target)
-    with pytest.raises(ValueError, match=f"this StaticCache of {type(target).__name__}: it can't be rewound.*Leave out"):
+    with pytest.raises(
+        ValueError, match=f"this StaticCache of {type(target).__name__}: it can't be rewound.*Leave out"
+    ):
         target.generate(prompt_ids(), max_new_tokens=4, cache_implementation="static", assistant_model=drafter)
 
 

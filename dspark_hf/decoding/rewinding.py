@@ -45,7 +45,6 @@ class Rewinder:
     """
 
     def __init__(self, cache: Cache, target: PreTrainedModel) -> None:
-        check_cache(cache, target)
         self.lag = 0
         # A layer that never holds anything can't always be cropped.
         layers = [layer for layer in _layers(cache, target) if vars(layer).get("is_initialized", True)]
@@ -54,6 +53,8 @@ class Rewinder:
         self._windows = [_StaticWindow(layer) for layer in layers if type(layer) is StaticSlidingWindowLayer]
         self._others = [layer for layer in layers if not _is_recurrent(layer) and type(layer) not in _STATIC]
         self._held: list[dict[str, Any]] = []
+        if not all(layer.is_croppable for layer in self._others):
+            raise _unusable(target, f"a {type(cache).__name__} with layers that can be neither cropped nor copied")
         for layer in self._others:
             # Only now: the prefill may drop what lies outside of a window.
             if hasattr(layer, "activate_past_recording"):
@@ -74,7 +75,7 @@ class Rewinder:
         return not self._recurrent
 
     def hold(self, rows: int, may_fall: bool = True) -> None:
-        """Before a forward of `rows` tokens; `may_fall`: whether any of them is a draft (else an exception alone takes it back)."""
+        """Before a forward of `rows` tokens; `may_fall`: whether one is a draft (else only an exception takes it back)."""
         for window in self._windows:
             window.hold(rows)
         self._held = []
@@ -181,7 +182,7 @@ def check_room(cache: Cache, num_tokens: int) -> None:
 
 def _can_rewind(layer: Any) -> bool:
     if isinstance(layer, LinearAttentionCacheLayerMixin) and not any(layer.is_conv_states_initialized.values()):
-        return True  # does not know yet whether it will be recurrent
+        return True  # does not know yet whether it will be recurrent; `Rewinder` finds out
     return type(layer) in _STATIC or _is_recurrent(layer) or layer.is_croppable
 
 
