@@ -231,7 +231,7 @@ def test_settling_puts_every_layer_back():
         rewinder = Rewinder(cache, target)
         before = [state.clone() for state in states_of(cache)]
         for _ in range(2):
-            rewinder.hold()
+            rewinder.hold(4)
             read(prompt_ids(4))
             rewinder.settle(4, committed=0)
             for state, wanted in zip(states_of(cache), before, strict=True):

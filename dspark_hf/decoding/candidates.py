@@ -104,11 +104,14 @@ class DSparkCandidateGenerator(CandidateGenerator):
         context: DraftContext,
         generator: torch.Generator | None = None,
         policy: Policy | None = None,
+        sizes: tuple[int, ...] = (),
     ) -> None:
         drafter.bind_target(target)
         drafter.config.check_context_window()
         context.limit(drafter.config.context_window, drafter.config.context_sinks)
         self.drafter, self.context, self.generator = drafter, context, generator
+        self.sizes = sizes  # the numbers of rows that the target's forward may have, ascending from 1; empty: any
+        self.room = 0  # tokens that this round may draft or pad with
         self.do_sample = bool(generation_config.do_sample)
         self.logits_processor = logits_processor
         self.max_length = generation_config.max_length
@@ -135,7 +138,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """
         length = input_ids.shape[1]
         room = self.max_length - length - 1  # the target's own token needs a place too
-        limit = min(room, self.max_tokens, self.max_tokens if most is None else most)
+        room = room if most is None else min(room, most)
+        if self.sizes:
+            room = max((size for size in self.sizes if size <= room + 1), default=1) - 1
+        self.room = room
+        limit = min(room, self.max_tokens)
         if not self.context.num_kept:
             limit = 0
         self.parked = False
@@ -143,7 +150,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             limit = min(self.admission.begin_round(length - 1, limit), limit)
             self.parked = limit <= 0
         self.planned = max(limit, 0)
-        self.copy = self._copy(input_ids, room if most is None else min(room, most), known)
+        self.copy = self._copy(input_ids, room, known)
         if self.copy is not None:
             self.planned, self.parked = len(self.copy.tokens), False
         return self.planned
@@ -210,10 +217,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def rows(self, drafted: int, length: int) -> int:
         """Tokens of the target's forward that verifies `drafted` ones after `length`: one more, or padded where cheaper."""
+        if self.sizes:
+            return next(size for size in self.sizes if size > drafted)
         if not isinstance(self.admission, RoundPolicy) or self.admission.step_rates is None:
             return drafted + 1
         padded = self.admission.step_rates.padded_rows(drafted + 1, length - 1)
-        return padded if padded <= self.max_length - length else drafted + 1
+        return padded if padded <= self.room + 1 else drafted + 1
 
     def end_round(self, length: int, record: RoundRecord, committed: int, seconds: tuple[float, float, float]) -> None:
         """Tell the policy what became of a round that began after `length` tokens; `seconds` drafting, verifying, in all."""

@@ -209,9 +209,9 @@ def linear_layers_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> Line
     return drafter.linear_layers
 
 
-def tuned(target: PreTrainedModel, drafter: DSparkDraftModel, drafting: bool = True):
-    """Context manager: the pair's linear layers in their fastest forms, or the target's alone where nothing is drafted."""
+def tuned(target: PreTrainedModel, drafter: DSparkDraftModel, *, of_target: bool = True, of_drafter: bool = True):
+    """Context manager: the linear layers of the pair, or of one of them, in their fastest forms."""
     layers = linear_layers_of(target, drafter)
     if not layers.choices:
         return nullcontext()
-    return layers.swapped([target], [drafter, *drafter.bound_heads()] if drafting else ())
+    return layers.swapped([target] if of_target else [], [drafter, *drafter.bound_heads()] if of_drafter else [])

@@ -25,10 +25,11 @@ from ..modeling_dspark import DSparkDraftModel
 from .candidates import DSparkCandidateGenerator, policy_of
 from .commit import Choice, Text, choose
 from .compat import CACHE_ARGUMENT, cache_of
+from .compiled import CompiledForward, compiled_forward, uncompiled
 from .context import context_of, keep_context
 from .linear_layers import tuned
 from .quick_forward import grouped_attention, ordinary_buffers
-from .rewinding import Rewinder
+from .rewinding import Rewinder, check_cache, check_room
 from .stats import GenerationStats, RoundRecord, synchronize
 from .targets import TargetTaps, check_image_mask
 
@@ -47,20 +48,36 @@ def speculative_decoding(
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
     """Decode one sequence; arguments and result as in transformers' `_assisted_decoding`."""
+    cache = model_kwargs[CACHE_ARGUMENT]
+    check_cache(cache, target)
+    check_room(cache, _most_read(input_ids, generation_config, model_kwargs))
+    compiled = compiled_forward(target, drafter, generation_config, model_kwargs)
     policy = policy_of(target, drafter)  # measures this machine at first use
-    loop = _Loop(target, logits_processor, stopping_criteria, generation_config, drafter, streamer, policy)
-    with tuned(target, drafter), grouped_attention(), loop.stats.timed("total"):
+    loop = _Loop(target, logits_processor, stopping_criteria, generation_config, drafter, streamer, policy, compiled)
+    # Compiled code has forms of its own, and would be made anew for ours.
+    quick = grouped_attention() if compiled is None else nullcontext()
+    with tuned(target, drafter, of_target=compiled is None), quick, loop.stats.timed("total"):
         try:
             return loop.run(input_ids, model_kwargs)
         finally:
             ordinary_buffers(target)
 
 
+def _most_read(input_ids: torch.LongTensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
+    """Tokens of the whole text at the most, cached and embedded ones included."""
+    mask, new = model_kwargs.get("attention_mask"), config.max_length - input_ids.shape[1]
+    if mask is not None and mask.ndim == 2:
+        return mask.shape[1] + new
+    # Where it was all ones, transformers 5.24 drops the mask and keeps its length.
+    return vars(config).get("_mask_length", input_ids.shape[1]) + new
+
+
 class _Loop:
     def __init__(
-        self, target, logits_processor, stopping_criteria, generation_config, drafter, streamer, policy
+        self, target, logits_processor, stopping_criteria, generation_config, drafter, streamer, policy, compiled
     ) -> None:
         self.target, self.drafter, self.streamer, self.policy = target, drafter, streamer, policy
+        self.compiled: CompiledForward | None = compiled
         self.processors, self.criteria, self.config = logits_processor, stopping_criteria, generation_config
         self.hidden_states: tuple = ()
         self.attentions: tuple = ()
@@ -73,16 +90,22 @@ class _Loop:
         cache = model_kwargs[CACHE_ARGUMENT]
         check_image_mask(self.target, cache, model_kwargs)
         mask = model_kwargs.get("attention_mask")
-        cached = cache.get_seq_length()
+        cached = int(cache.get_seq_length())  # a static cache counts in a tensor that goes on growing
         real = None if mask is None else mask[0].bool()
         num_known = cached if real is None else int(real[:cached].sum())
         context = context_of(cache, self.drafter, num_known)
         candidates = DSparkCandidateGenerator(
-            self.drafter, self.target, config, self.processors, context, policy=self.policy
+            self.drafter,
+            self.target,
+            config,
+            self.processors,
+            context,
+            policy=self.policy if self.compiled is None else self.compiled.stepped(self.policy),
+            sizes=() if self.compiled is None else self.compiled.sizes,
         )
         with TargetTaps(self.target, self.drafter.config.target_layer_ids) as taps:
             with self.stats.timed("prefill"):
-                outputs = self.target._prefill(input_ids, config, model_kwargs)
+                outputs = self.target._prefill(input_ids, uncompiled(config), model_kwargs)
                 features = taps.take(self.drafter.device)
                 synchronize(input_ids.device)
             cache = cache_of(outputs)
@@ -101,7 +124,7 @@ class _Loop:
                     outputs, model_kwargs = self._round(text, candidates, taps, rewinder, outputs, model_kwargs)
                 if rewinder.lag and outlives:
                     with self.stats.timed("verify"):
-                        self._forward(text.input_ids[:, :-1], rewinder.lag, model_kwargs)
+                        self._forward(text.input_ids[:, :-1], rewinder.lag, model_kwargs, taps)
             finally:
                 if outlives:
                     rewinder.release()
@@ -137,11 +160,10 @@ class _Loop:
         lag = rewinder.lag
         new_rows = candidates.rows(drafted, before) if rewinder.may_pad else drafted + 1
         with stats.timed("verify"):
-            if drafted:
-                rewinder.hold()
+            rewinder.hold(lag + new_rows, may_fall=drafted > 0)
             padding = candidate_ids[:, -1:].expand(-1, new_rows - drafted - 1)
             arguments = self._grown(outputs, model_kwargs, new_rows - 1)
-            outputs = self._forward(torch.cat([candidate_ids, padding], dim=1), lag + new_rows, arguments)
+            outputs = self._forward(torch.cat([candidate_ids, padding], dim=1), lag + new_rows, arguments, taps)
         features = taps.take(self.drafter.device)[:, lag:]
         logits = self._ordinary(outputs.logits[:, -new_rows:][:, : drafted + 1])
         try:
@@ -176,14 +198,15 @@ class _Loop:
             candidates.end_round(before, record, committed, seconds)
         return outputs, model_kwargs
 
-    def _forward(self, ids: torch.LongTensor, rows: int, model_kwargs: dict[str, Any]) -> ModelOutput:
+    def _forward(self, ids: torch.LongTensor, rows: int, model_kwargs: dict[str, Any], taps: TargetTaps) -> ModelOutput:
         """The target over the last `rows` of `ids` [1, L]; `model_kwargs` are those of a text of L tokens."""
         inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=rows, **model_kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = rows
-        with (
-            torch.inference_mode()
-        ):  # a tenth faster than without gradients alone, where a forward is many small operations
+        if self.compiled is not None:
+            return self.compiled(taps, inputs)
+        # A tenth faster than without gradients alone, where a forward is many small operations.
+        with torch.inference_mode():
             return self.target(**inputs, return_dict=True)
 
     def _ordinary(self, logits: torch.Tensor) -> torch.Tensor:

@@ -235,7 +235,7 @@ def _target_run(target: PreTrainedModel, cache: DynamicCache, rows: int) -> Call
     rewinder = Rewinder(cache, target)
 
     def run() -> None:
-        rewinder.hold()
+        rewinder.hold(rows)
         target(input_ids=ids, **_forward_arguments(target, cache, rows))
         rewinder.settle(rows, committed=0)
 

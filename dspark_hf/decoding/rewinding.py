@@ -1,12 +1,14 @@
 """Putting a target's cache back to before tokens that did not stand.
 
-Owns: which layers are cropped and which restored, the committed tokens that the cache lacks afterwards, the check that a
-target's state can be put back at all. Does not own: forwards (`loop`), cropping keys and values (transformers).
-Axes: rows of one forward: `lag` committed tokens, the anchor, the drafted ones.
+Owns: which layers are cropped and which restored, the committed tokens that the cache lacks afterwards, the checks that a
+target's state, and a cache, can be put back at all. Does not own: forwards (`loop`), cropping keys and values (transformers).
+Axes: rows of one forward: `lag` committed tokens, the anchor, the drafted ones; W slots of a static sliding layer.
 
 Keys and values are cropped. The state of a linear-attention layer (Qwen3.5, Falcon-H1, ...) sums up all it has read, and
 nothing can be taken out of the sum: it is copied before drafted tokens are read, and put back where one of them fell. The
-tokens that stood are then read again, ahead of the next round's, in the same forward.
+tokens that stood are then read again, ahead of the next round's, in the same forward. A static layer is shortened in place;
+what fell stays in its slots, hidden by the causal mask until it is written over. A static sliding layer, once full, moves old
+keys and values out as it reads: they are copied before, and put together with those of the tokens that stood.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from .compat import CACHE_ARGUMENT
 from .quick_forward import grow_in_place, settled
@@ -45,16 +47,14 @@ class Rewinder:
 
     def __init__(self, cache: Cache, target: PreTrainedModel) -> None:
         self.lag = 0
-        fixed = cross_attention_layers(target)
-        layers = [layer for i, layer in enumerate(cache.layers) if i not in fixed]
-        self._recurrent = [layer for layer in layers if _is_recurrent(layer)]
         # A layer that never holds anything can't always be cropped.
-        self._others = [x for x in layers if not _is_recurrent(x) and vars(x).get("is_initialized", True)]
+        layers = [layer for layer in _layers(cache, target) if vars(layer).get("is_initialized", True)]
+        self._recurrent = [layer for layer in layers if _is_recurrent(layer)]
+        self._static = [layer for layer in layers if type(layer) is StaticLayer]
+        self._windows = [_StaticWindow(layer) for layer in layers if type(layer) is StaticSlidingWindowLayer]
+        self._others = [layer for layer in layers if not _is_recurrent(layer) and type(layer) not in _STATIC]
         self._held: list[dict[str, Any]] = []
-        usable = all(layer.is_croppable for layer in self._others)
-        # A static layer of both kinds writes its keys in place, and a subclass may keep more than its layers.
-        usable = usable and (type(cache) is DynamicCache if self._recurrent else cache.is_croppable)
-        if not usable:
+        if not all(layer.is_croppable for layer in self._others):
             raise _unusable(target, f"a {type(cache).__name__} with layers that can be neither cropped nor copied")
         for layer in self._others:
             # Only now: the prefill may drop what lies outside of a window.
@@ -66,6 +66,8 @@ class Rewinder:
 
     def most_drafted(self, block_size: int) -> int | None:
         """How many tokens may be drafted now, `None`: any; 0 where a plain step is cheaper than reading so many again."""
+        if self._windows:  # of more rows than it has slots a static window would not keep the first
+            return min(window.size for window in self._windows) - 1
         if not self._recurrent:
             return None
         return block_size if self.lag == 0 or self.lag + block_size < max(_MOST_ROWS, 2 * block_size) else 0
@@ -75,10 +77,12 @@ class Rewinder:
         """Whether a forward may have rows that stand for nothing: they would have to be taken back every time."""
         return not self._recurrent
 
-    def hold(self) -> None:
-        """Before a forward of which rows may fall."""
+    def hold(self, rows: int, may_fall: bool = True) -> None:
+        """Before a forward of `rows` tokens; `may_fall`: whether one is a draft (else only an exception takes it back)."""
+        for window in self._windows:
+            window.hold(rows)
         self._held = []
-        for layer in self._recurrent:
+        for layer in self._recurrent if may_fall else ():
             # Keys and values are not copied: layers of both kinds replace them.
             self._held.append({name: dict(v) if isinstance(v, dict) else v for name, v in vars(layer).items()})
             for name in _STATES:
@@ -88,7 +92,7 @@ class Rewinder:
     def settle(self, rows: int, committed: int) -> None:
         """After a forward of `rows` tokens in all, of which `lag` and the first `committed` behind them stand."""
         surplus = rows - self.lag - committed
-        if surplus and self._recurrent:
+        if surplus and self._held:
             for layer, held in zip(self._recurrent, self._held, strict=True):
                 vars(layer).update(held)
             surplus = rows
@@ -98,6 +102,11 @@ class Rewinder:
         self._held = []
         for layer in self._others:
             layer.crop(-surplus)
+        if surplus:
+            for layer in self._static:
+                layer.cumulative_length.sub_(surplus)  # in place: compiled code reads it where it lies
+            for window in self._windows:
+                window.settle(rows, rows - surplus)
 
     def release(self) -> None:
         """After the last forward: layers drop again what lies outside of their windows, as in plain decoding."""
@@ -106,6 +115,79 @@ class Rewinder:
             if "record_past" in vars(layer):
                 layer.record_past = False
         settled(self._cache)
+
+
+class _StaticWindow:
+    """A static sliding layer around one forward."""
+
+    def __init__(self, layer: StaticSlidingWindowLayer) -> None:
+        self._layer, self.size = layer, layer.max_cache_len
+        self._length = 0  # tokens read before the forward
+        self._held: list[torch.Tensor] | None = None
+
+    def hold(self, rows: int) -> None:
+        self._length = self._layer.cumulative_length_int
+        overflows = self._length + rows > self.size
+        self._held = [self._layer.keys.clone(), self._layer.values.clone()] if overflows else None
+
+    def settle(self, rows: int, stand: int) -> None:
+        """After a forward of `rows` tokens (at most W), of which the first `stand` do."""
+        for i, held in enumerate(self._held or ()):
+            states = (self._layer.keys, self._layer.values)[i]  # [B, heads, W, d], written in place
+            read = states[:, :, self.size - rows : self.size - rows + stand]
+            kept = torch.cat([held[:, :, : self._length], read], dim=2)[:, :, -self.size :]
+            states[:, :, : kept.shape[2]] = kept
+        self._layer.cumulative_length_int = self._length + stand
+        self._layer.cumulative_length.fill_(self._length + stand)
+
+
+_STATIC = (StaticLayer, StaticSlidingWindowLayer)  # these exactly: a subclass may keep more
+
+
+def _layers(cache: Cache, target: PreTrainedModel) -> list[Any]:
+    """Those that change with each token."""
+    fixed = cross_attention_layers(target)
+    return [layer for i, layer in enumerate(cache.layers) if i not in fixed]
+
+
+def check_cache(cache: Cache, target: PreTrainedModel) -> None:
+    """Refuse a cache that can't be put back to before a draft, as far as it shows (before the prefill, for a new one).
+
+    Raises:
+        ValueError: quantised layers, static ones of a hybrid, a cache of its own kind.
+    """
+    layers = _layers(cache, target)
+    if target._is_stateful or any(_is_recurrent(layer) for layer in layers):
+        # A static layer of both kinds writes its keys in place, and a subclass may keep more than its layers.
+        usable = type(cache) is DynamicCache
+    else:
+        usable = type(cache) in (DynamicCache, StaticCache) or cache.is_croppable
+    if not usable or not all(_can_rewind(layer) for layer in layers):
+        raise ValueError(
+            f"Drafts can't be verified with this {type(cache).__name__} of {type(target).__name__}: it can't be rewound, since "
+            "its layers can be neither cropped nor copied. Leave out cache_implementation and the cache, or decode without "
+            "assistant_model."
+        )
+
+
+def check_room(cache: Cache, num_tokens: int) -> None:
+    """Refuse a static cache that is too short for a text of `num_tokens`: it would fail, or worse, in the middle.
+
+    Raises:
+        ValueError: fewer places than the tokens that will be read; the last one of a text is not.
+    """
+    places = min((layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer), default=num_tokens)
+    if places < num_tokens - 1:
+        raise ValueError(
+            f"The {type(cache).__name__} has places for {places} tokens, and this call may need {num_tokens - 1}. Give it "
+            f"max_cache_len={num_tokens - 1} or more, or ask for {num_tokens - 1 - places} new tokens less."
+        )
+
+
+def _can_rewind(layer: Any) -> bool:
+    if isinstance(layer, LinearAttentionCacheLayerMixin) and not any(layer.is_conv_states_initialized.values()):
+        return True  # does not know yet whether it will be recurrent; `Rewinder` finds out
+    return type(layer) in _STATIC or _is_recurrent(layer) or layer.is_croppable
 
 
 def _is_recurrent(layer: Any) -> bool:
@@ -174,11 +256,11 @@ def _rewound_logits(target: PreTrainedModel, ids: torch.LongTensor) -> torch.Ten
     cache = _new_cache(target)
     _read(target, cache, ids[:, :3], 0)
     rewinder = Rewinder(cache, target)
-    rewinder.hold()
+    rewinder.hold(4)
     first = _read(target, cache, torch.cat([ids[:, 3:5], ids[:, :2]], dim=1), 3)
     rewinder.settle(rows=4, committed=2)
     rows = rewinder.lag + 3
-    rewinder.hold()
+    rewinder.hold(rows)
     second = _read(target, cache, ids[:, 8 - rows : 8], 8 - rows)
     rewinder.settle(rows, committed=3)
     return torch.cat([first[:2], second[-3:], _read(target, cache, ids[:, 8:], 8)])

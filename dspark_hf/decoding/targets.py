@@ -135,6 +135,19 @@ class TargetTaps:
         self.drop()
         return torch.cat(columns, dim=-1)
 
+    def check(self) -> None:
+        """After a forward.
+
+        Raises:
+            RuntimeError: a layer's output was not seen, as where compiled code runs that was made without these hooks.
+        """
+        missing = [i for i in self.layer_ids if not self._recorded[i]]
+        if missing:
+            raise RuntimeError(
+                f"The target ran without reporting what its layers {missing} put out. Where it is compiled, pass "
+                "disable_compile=True to generate()."
+            )
+
     def drop(self) -> None:
         """Forget what was recorded."""
         for parts in self._recorded.values():

@@ -132,7 +132,7 @@ def run_comparison(
             }
             continue
         texts_file = None if folder is None else folder / f"texts-t{temperature}.jsonl"
-        with torch.no_grad(), tuned(target.model, next(iter(drafters.values())), drafting=False):
+        with torch.no_grad(), tuned(target.model, next(iter(drafters.values())), of_drafter=False):
             texts = decode_texts(target, conversations, option, texts_file, f"texts, temperature {temperature}")
         description = f"drafts, temperature {temperature}"
         results[temperature] = replay_all(target, drafters, conversations, texts, option, policy, files, description)

@@ -168,7 +168,7 @@ def _run(
         texts = [text for batch in batches for text in _padded(model, batch, options)]
         return Wave(texts, time.perf_counter() - start, [])
     if name == PLAIN:
-        with torch.no_grad(), tuned(model, drafter, drafting=False):
+        with torch.no_grad(), tuned(model, drafter, of_drafter=False):
             return _decode(BatchEngine(model, max_sequences=level), prompt_ids, options, level, sweep)
     policy = None if name == DSPARK else for_many(make_policy(name, model, drafter))
     engine = BatchEngine(model, drafter, max_sequences=level, policy=policy)

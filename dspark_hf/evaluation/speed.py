@@ -136,7 +136,7 @@ def _methods(
     def plain_tuned(ids: list[int], options: DecodingOptions):
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         grow_in_place(cache)
-        with torch.inference_mode(), tuned(model, drafter, drafting=False), grouped_attention():
+        with torch.inference_mode(), tuned(model, drafter, of_drafter=False), grouped_attention():
             return timed_generate(model, ids, options, **{CACHE_ARGUMENT: cache})
 
     methods = {

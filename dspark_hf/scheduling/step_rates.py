@@ -12,7 +12,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,8 @@ class StepRates:
         self._row_factor = [1.0] * len(self.rows)
         self._index = {b: i for i, b in enumerate(self.rows)}
         self._curves: dict[int, tuple[list[float], list[float]]] = {}  # of each depth: as measured, and padded
+        self._sizes: tuple[int, ...] = ()
+        self._stepped: dict[tuple[int, ...], StepRates] = {}
 
     @classmethod
     def of_target(cls, seconds: Mapping[int, float] | Sequence[float]) -> StepRates:
@@ -92,6 +94,22 @@ class StepRates:
         by_rows = dict(seconds) if isinstance(seconds, Mapping) else dict(enumerate(seconds, start=1))
         line = list(by_rows.values())
         return cls(list(by_rows), [1], [line], [[0.0] * len(line)], [], 0.0)
+
+    def stepped(self, sizes: tuple[int, ...]) -> StepRates:
+        """This table for forwards of these numbers of rows alone (ascending from 1): n rows cost what the next of them do.
+
+        The same one for the same sizes, so that what live rounds taught it stays.
+        """
+        if sizes not in self._stepped:
+            lines = [
+                [[_interpolate(self.rows, line, b) for b in sizes] for line in table]
+                for table in (self.target_seconds, self.target_spread)
+            ]
+            table = replace(self, rows=list(sizes), target_seconds=lines[0], target_spread=lines[1])
+            table._sizes = sizes
+            self._stepped[sizes] = table
+        self._stepped[sizes].live = self.live
+        return self._stepped[sizes]
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -155,6 +173,7 @@ class StepRates:
         return self.draft_cost(limit, steps) + self.cost(rows, depth)
 
     def _at(self, rows: int, depth: int, kind: int) -> float:
+        rows = next((size for size in self._sizes if size >= rows), rows)
         low = min(max(bisect_right(self.depths, depth) - 1, 0), max(len(self.depths) - 2, 0))
         here = self._point(low, rows, kind)
         if len(self.depths) > 1:
