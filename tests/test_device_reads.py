@@ -177,7 +177,11 @@ def test_criteria_end_the_text_where_plain_decoding_ends():
                 lengths.append(input_ids.shape[1])
                 return torch.full((1,), input_ids.shape[1] > 21, dtype=torch.bool)
 
-            criteria = [EosTokenCriteria([seed, 11]), MaxLengthCriteria(19 + seed), criterion]
+            criteria = [
+                EosTokenCriteria(torch.tensor(11) if seed == 4 else [seed, 11]),
+                MaxLengthCriteria(19 + seed),
+                criterion,
+            ]
             settings = {"max_new_tokens": 30, "do_sample": False, "stopping_criteria": StoppingCriteriaList(criteria)}
             texts.append(target.generate(ids, assistant_model=drafter if fast else None, **settings))
         assert torch.equal(*texts)

@@ -213,9 +213,9 @@ def test_batch_columns_time_whole_drafts(monkeypatch):
         blocks.append(hidden.shape[0] * hidden.shape[1])
         return stage(model, hidden, *arguments)
 
-    def counted_project(head, latent):
+    def counted_project(head, latent, rows):
         steps.append(latent.shape[0])
-        return project(head, latent)
+        return project(head, latent, rows)
 
     monkeypatch.setattr(type(drafter), "run_layers", counted_stage)
     monkeypatch.setattr(type(drafter.markov_head), "project", counted_project)

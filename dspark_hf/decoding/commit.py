@@ -82,7 +82,7 @@ class Text:
         self._others = StoppingCriteriaList()
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
-                self._last_tokens.update(criterion.eos_token_id.tolist())
+                self._last_tokens.update(criterion.eos_token_id.flatten().tolist())
             elif type(criterion) is MaxLengthCriteria and not _may_warn(criterion):
                 self._max_length = min(self._max_length, criterion.max_length)
             else:
