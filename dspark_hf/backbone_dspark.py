@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb, eager_attention_forward
 
@@ -66,24 +67,29 @@ class DSparkAttention(nn.Module):
         self,
         hidden_states: torch.Tensor,  # [B, Q, d]
         rope: tuple[torch.Tensor, torch.Tensor],
-        context: tuple[torch.Tensor, torch.Tensor]
-        | Callable,  # two of [B, kv heads, C, head_dim], or what attends itself
+        context: tuple[torch.Tensor, torch.Tensor]  # two of [B, kv heads, C, head_dim]
+        | Cache  # holds these and takes those of the block behind them
+        | Callable,  # attends by itself
         attention_mask: torch.Tensor | None,  # [B, 1, Q, C + Q], bool or additive
     ) -> torch.Tensor:
         queries = self.q_norm(self._split(self.q_proj(hidden_states))).transpose(1, 2)
         keys, values = self._project(hidden_states)
         queries, keys = apply_rotary_pos_emb(queries, keys, *rope)
-        if callable(context):
+        if isinstance(context, Cache):
+            keys, values = context.update(keys, values, self.layer_idx)
+        elif callable(context):
             output = context(queries, keys, values, self.scaling)
             return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
+        else:
+            keys, values = (torch.cat(parts, dim=2) for parts in zip(context, (keys, values), strict=True))
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
         output, _ = attend(
             self,
             queries,
-            torch.cat([context[0], keys], dim=2),
-            torch.cat([context[1], values], dim=2),
+            keys,
+            values,
             attention_mask,
             dropout=self.config.attention_dropout if self.training else 0.0,
             scaling=self.scaling,

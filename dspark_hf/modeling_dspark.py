@@ -263,27 +263,30 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             self.extend_context(context_hidden_states, position_ids[:, -block - new : -block], cache)
         if cache.get_seq_length() == 0:
             raise ValueError("The drafter needs at least one context token before the anchor.")
-        contexts = [(layer.keys, layer.values) for layer in cache.layers]
-        untold = cache.get_seq_length() + block - position_ids.shape[1]
-        earlier = torch.arange(-untold, 0, device=position_ids.device) + position_ids[:, :1]
-        context_positions = torch.cat([earlier, position_ids[:, :-block]], dim=1)
-        block_positions = position_ids[:, -block:]
-        masks = self._block_masks(context_positions, block_positions, attention_mask)
-        return self.run_layers(hidden_states, block_positions, contexts, masks), cache
+        masks = self._block_masks(position_ids, block, cache.get_seq_length(), attention_mask)
+        length = cache.get_seq_length()
+        try:  # the block's K/V lie behind the context's while it is read
+            hidden_states = self.run_layers(hidden_states, position_ids[:, -block:], [cache] * len(self.layers), masks)
+        finally:
+            for layer in cache.layers:
+                if surplus := layer.get_seq_length() - length:
+                    layer.crop(-surplus)
+        return hidden_states, cache
 
     def run_layers(
         self,
         hidden_states: torch.Tensor,  # [B, Q, d]
         position_ids: torch.LongTensor,  # [B, Q]
         contexts: Sequence[
-            tuple[torch.Tensor, torch.Tensor] | Callable
-        ],  # of each layer: two of [B, kv heads, C, head_dim]
+            tuple[torch.Tensor, torch.Tensor] | Cache | Callable
+        ],  # of each layer, two of [B, kv heads, C, head_dim]
         masks: Mapping[str, torch.Tensor | None],  # by layer type: [B, 1, Q, C + Q]
     ) -> torch.Tensor:
         """The backbone and its final norm. [B, Q, d]
 
-        A context may also be a function of (queries, keys, values, scaling) that attends by itself, [B, heads, Q, head_dim]
-        each, to [B, Q, heads, head_dim]; masks are not read then.
+        A context is two of [B, kv heads, C, head_dim], a cache that holds these and takes those of the block behind them, or a
+        function of (queries, keys, values, scaling) that attends by itself, [B, heads, Q, head_dim] each, to
+        [B, Q, heads, head_dim]; masks are not read then.
         """
         rope = self.rotary_emb(hidden_states, position_ids)
         for layer, context in zip(self.layers, contexts, strict=True):
@@ -309,8 +312,9 @@ class DSparkDraftModel(DSparkPreTrainedModel):
 
     def _block_masks(
         self,
-        context_positions: torch.LongTensor,  # [B, C]
-        block_positions: torch.LongTensor,  # [B, block]
+        position_ids: torch.LongTensor,  # [B, block] or more before them
+        block: int,
+        num_context: int,
         attention_mask: torch.Tensor | None,  # [B, C + block]
     ) -> dict[str, torch.Tensor | None]:
         """Bool masks [B, 1, block, C + block] by layer type, `None` where everything is seen."""
@@ -318,9 +322,10 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         masks: dict[str, torch.Tensor | None] = dict.fromkeys(self.config.layer_types, padding)
         for kind in masks:
             if not sees_everything(self.config, kind):
-                seen = block_mask(self.config, kind, context_positions, block_positions, block_positions[:, :1])[
-                    :, None
-                ]
+                untold = num_context + block - position_ids.shape[1]  # these lie right before the others
+                earlier = torch.arange(-untold, 0, device=position_ids.device) + position_ids[:, :1]
+                context, positions = torch.cat([earlier, position_ids[:, :-block]], dim=1), position_ids[:, -block:]
+                seen = block_mask(self.config, kind, context, positions, positions[:, :1])[:, None]
                 masks[kind] = seen if padding is None else seen & padding
         return masks
 

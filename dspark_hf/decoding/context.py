@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from ..modeling_dspark import DSparkDraftModel
+from .quick_forward import grow_in_place
 
 logger = logging.get_logger(__name__)
 MOST_PENDING = 256  # features that may wait; those of several layers are larger than the K/V they become
@@ -82,6 +83,7 @@ class DraftContext:
                 next_ids = input_ids[:, (positions - self.end + input_ids.shape[1]).to(input_ids.device)]
             features = self._take(count)
             drafter.extend_context(features, positions[None].to(drafter.device), self.cache, next_ids)
+        grow_in_place(self.cache)
 
     def _take(self, count: int) -> torch.Tensor:
         """The first `count` waiting features, which wait no more. [1, count, m * d_target]"""
