@@ -103,6 +103,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self.draft_precision = "bfloat16"  # the lowest of the drafter's products there, or "float32"
         self.lookup_drafts = True  # whether text may be copied where that promises more, see decoding.lookup
         self.linear_layers: Any = None
+        self.linear_layers_for: Any = None
         self.last_generation: Any = None
         self.post_init()
         self.generation_config = GenerationConfig(

@@ -10,16 +10,22 @@ import torch
 from conftest import make_drafter, make_target, prompt_ids
 from torch import nn
 
-from dspark_hf.decoding import linear_choices, linear_layers
-from dspark_hf.decoding.linear_choices import APART, ROWS, kind_of, measure_choices, units_of
-from dspark_hf.decoding.linear_forms import EXACT_FORMS, FORMS, can_pack
+from dspark_hf.decoding import linear_choices, linear_forms, linear_layers
+from dspark_hf.decoding.linear_choices import ROWS
+from dspark_hf.decoding.linear_forms import FORMS, can_pack, units_of
 from dspark_hf.decoding.linear_layers import LinearLayers, linear_layers_of, tuned
 
 needs_packing = pytest.mark.skipif(not can_pack(), reason="this torch has no oneDNN")
 
 
-def layers_of(*modules: nn.Linear, form: str) -> LinearLayers:
-    return LinearLayers({kind_of((m,)): [form] * len(ROWS) for m in modules})
+@pytest.fixture(autouse=True)
+def small_layers_too(monkeypatch):
+    """The layers of tiny models are left alone elsewhere."""
+    monkeypatch.setattr(linear_forms, "_WORTHWHILE", 0)
+
+
+def always(form: str, part: str = "target") -> LinearLayers:
+    return LinearLayers({part: [form] * len(ROWS)})
 
 
 class Attention(nn.Module):
@@ -33,14 +39,6 @@ class Attention(nn.Module):
         return [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
 
 
-def joined(attention: Attention, form: str = "packed", precision: str = "float32") -> LinearLayers:
-    """All units of `attention` in one form."""
-    choices = {}
-    for unit in units_of(attention):
-        choices[kind_of(unit, precision)] = [form if len(unit) > 1 else "stock"] * len(ROWS)
-    return LinearLayers(choices, precision)
-
-
 @pytest.mark.parametrize("form", ["stock", "transposed", pytest.param("packed", marks=needs_packing)])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (1, 5), (2, 3), (1, 8), (3, 60), (7,), (1, 0)])
@@ -49,7 +47,7 @@ def test_same_numbers(form, bias, shape):
     x = torch.randn(*shape, 24)
     with torch.no_grad():
         wanted = layer(x)
-        with layers_of(layer, form=form).swapped([layer]):
+        with always(form).swapped([layer]):
             got = layer(x)
     torch.testing.assert_close(got, wanted)
     assert got.is_contiguous()
@@ -60,13 +58,13 @@ def test_bfloat16():
     layer, x = nn.Linear(24, 10).to(torch.bfloat16), torch.randn(1, 4, 24).to(torch.bfloat16)
     with torch.no_grad():
         wanted = layer(x)
-        with layers_of(layer, form="packed").swapped([layer]):
+        with always("packed").swapped([layer]):
             torch.testing.assert_close(layer(x), wanted, atol=2e-2, rtol=2e-2)
 
 
 def test_undone_afterwards_and_after_an_error():
     layer = nn.Linear(4, 4)
-    layers = layers_of(layer, form="transposed")
+    layers = always("transposed")
     with torch.no_grad(), pytest.raises(RuntimeError), layers.swapped([layer]):
         assert "forward" in vars(layer)
         raise RuntimeError
@@ -77,14 +75,15 @@ def test_left_alone():
     class Own(nn.Linear):
         pass
 
-    hooked, double, other, unknown = nn.Linear(4, 4), nn.Linear(4, 4).double(), Own(4, 4), nn.Linear(4, 5)
+    hooked, double, other = nn.Linear(4, 4), nn.Linear(4, 4).double(), Own(4, 4)
     hooked.register_forward_hook(lambda *a: None)
     plain = nn.Linear(4, 4)
-    layers = layers_of(plain, form="transposed")
-    layers.choices["4x4+bias:float64"] = ["transposed"] * len(ROWS)
-    with torch.no_grad(), layers.swapped([hooked, double, other, unknown, plain]):
+    layers = always("transposed")
+    with torch.no_grad(), layers.swapped([hooked, double, other, plain]):
         assert "forward" in vars(plain)
-        assert all("forward" not in vars(layer) for layer in (hooked, double, other, unknown))
+        assert all("forward" not in vars(layer) for layer in (hooked, double, other))
+    with torch.no_grad(), always("transposed", "drafter").swapped([plain]):
+        assert "forward" not in vars(plain)
     with layers.swapped([plain]):  # gradients are on: training is left alone
         assert "forward" not in vars(plain)
 
@@ -92,7 +91,7 @@ def test_left_alone():
 @needs_packing
 def test_a_packed_copy_follows_its_weights():
     layer, x = nn.Linear(8, 8), torch.randn(2, 8)
-    layers = layers_of(layer, form="packed")
+    layers = always("packed")
     with torch.no_grad():
         for change in (lambda: None, lambda: layer.weight.mul_(2.0), lambda: layer.weight.data.add_(1.0)):
             change()
@@ -105,48 +104,51 @@ def test_a_packed_copy_follows_its_weights():
             torch.testing.assert_close(layer(x), wanted)
 
 
-def test_choices_are_measured():
-    modules = [nn.Linear(16, 16) for _ in range(3)]
-    kind, units = kind_of((modules[0],)), [(m,) for m in modules]
-    choice = measure_choices({kind: units}, may_copy=can_pack())[kind]
-    assert len(choice) == len(ROWS)
-    assert set(choice) <= set(EXACT_FORMS)
-    assert "packed" not in measure_choices({kind: units}, may_copy=False)[kind]
-    lower = kind_of((modules[0],), "bfloat16")
-    assert set(measure_choices({lower: units}, may_copy=can_pack())[lower]) <= set(FORMS)
-
-
-def test_layers_side_by_side_are_measured_against_each_by_itself():
-    units = list(units_of(Attention()))
-    assert [len(unit) for unit in units] == [3, 1, 1, 1]
-    groups = {kind_of(unit): [unit] for unit in units}
-    for may_copy in (True, False) if can_pack() else (False,):
-        choices = measure_choices(groups, may_copy)
-        assert set(choices[kind_of(units[0])]) <= ({APART, "packed"} if may_copy else {APART})
+def test_choices_are_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(linear_choices, "cache_folder", lambda: tmp_path)
+    target = make_target(dtype=torch.float32)
+    drafter = make_drafter(target)
+    choices = linear_layers_of(target, drafter).choices
+    assert choices.keys() == {"target", "drafter"}
+    assert all(len(choice) == len(ROWS) for choice in choices.values())
+    assert set(choices["target"]) <= set(FORMS) - {"bfloat16"}
+    assert set(choices["drafter"]) <= set(FORMS)
+    assert not any("forward" in vars(m) for m in (*target.modules(), *drafter.modules()))
 
 
 def test_choices_are_kept_and_a_damaged_file_is_measured_anew(monkeypatch, tmp_path):
     monkeypatch.setattr(linear_choices, "cache_folder", lambda: tmp_path)
     target = make_target(dtype=torch.float32)
     calls = []
-    real = linear_choices.measure_choices
-    monkeypatch.setattr(linear_choices, "measure_choices", lambda *a: calls.append(a) or real(*a))
+    real = linear_choices.measure_forms
+    monkeypatch.setattr(linear_choices, "measure_forms", lambda part, *a: calls.append(part) or real(part, *a))
     first = linear_layers_of(target, make_drafter(target))
     assert linear_layers_of(target, make_drafter(target)).choices == first.choices
-    assert len(calls) == 1
-    file = next(tmp_path.rglob("*.json"))
-    for content in ("{", "[]", json.dumps({"choices": {"24x32:float32": ["nonsense"]}})):
-        file.write_text(content)
+    assert calls == ["target", "drafter"]
+    for content in ("{", "[]", json.dumps({"choice": ["nonsense"] * len(ROWS)}), json.dumps({"choice": ["stock"]})):
+        for file in tmp_path.rglob("*.json"):
+            file.write_text(content)
         linear_layers_of(target, make_drafter(target))
-    assert len(calls) == 4
+    assert calls == ["target", "drafter"] * 5
 
 
 def test_switches(monkeypatch, tmp_path):
     monkeypatch.setattr(linear_choices, "cache_folder", lambda: tmp_path)
     target = make_target(dtype=torch.float32)
     drafter = make_drafter(target)
+    forms = {}
+    real = linear_layers.chosen_forms
+    monkeypatch.setattr(
+        linear_layers, "chosen_forms", lambda part, u, f, *a: forms.update({part: f}) or real(part, u, f, *a)
+    )
+    linear_layers_of(target, drafter)
+    assert ("bfloat16" in forms["drafter"]) == can_pack() and "bfloat16" not in forms["target"]
+    drafter.draft_precision = "float32"
+    linear_layers_of(target, drafter)
+    assert forms["drafter"] == forms["target"]
     drafter.packed_weights = False
-    assert not any("packed" in choice for choice in linear_layers_of(target, drafter).choices.values())
+    linear_layers_of(target, drafter)
+    assert forms == {"target": ["stock", "transposed"], "drafter": ["stock", "transposed"]}
     drafter.skinny_linear = False
     assert not linear_layers_of(target, drafter).choices
     assert not linear_layers_of(make_target(), make_drafter(make_target())).choices  # float64
@@ -157,7 +159,28 @@ def test_no_copies_where_memory_is_short(monkeypatch, tmp_path):
     monkeypatch.setattr(linear_layers.psutil, "virtual_memory", lambda: type("M", (), {"available": 1000})())
     target = make_target(dtype=torch.float32)
     choices = linear_layers_of(target, make_drafter(target)).choices
-    assert not any("packed" in choice for choice in choices.values())
+    assert not {"packed", "bfloat16"} & {form for choice in choices.values() for form in choice}
+
+
+def test_a_product_that_the_processor_lacks_is_not_chosen(monkeypatch, tmp_path):
+    def refused(form, weight):
+        raise RuntimeError("no such products")
+
+    monkeypatch.setattr(linear_choices, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(linear_layers, "arranged", refused)
+    target = make_target(dtype=torch.float32)
+    choices = linear_layers_of(target, make_drafter(target)).choices
+    assert {form for choice in choices.values() for form in choice} <= {"stock", "transposed"}
+
+
+def test_a_target_that_cannot_be_timed_is_left_as_it_is(monkeypatch, tmp_path):
+    def failing(target, depth):
+        raise TypeError("another kind of forward")
+
+    monkeypatch.setattr(linear_choices, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(linear_layers, "filled_cache", failing)
+    target = make_target(dtype=torch.float32)
+    assert linear_layers_of(target, make_drafter(target)).choices.keys() == {"drafter"}
 
 
 @pytest.mark.parametrize("form", ["transposed", pytest.param("packed", marks=needs_packing)])
@@ -165,9 +188,7 @@ def test_decoding_with_each_form(form):
     target = make_target(dtype=torch.float32)
     drafter = make_drafter(target)
     measured = linear_layers_of(target, drafter)
-    measured.choices = {
-        kind: [form if "x" in kind.partition("+")[0] else APART] * len(ROWS) for kind in measured.choices
-    }
+    measured.choices = {part: [form] * len(ROWS) for part in measured.choices}
     plain = target.generate(prompt_ids(), max_new_tokens=30, do_sample=False)
     fast = target.generate(prompt_ids(), max_new_tokens=30, do_sample=False, assistant_model=drafter)
     assert torch.equal(plain, fast)
@@ -180,7 +201,7 @@ def test_layers_side_by_side_share_one_product(bias, monkeypatch):
     attention, products = Attention(bias), []
     real = linear_layers.product
     monkeypatch.setattr(linear_layers, "product", lambda form, *a: products.append(form) or real(form, *a))
-    with torch.no_grad(), joined(attention).swapped([attention]):
+    with torch.no_grad(), always("packed").swapped([attention]):
         for shape in ((1, 4), (2, 3), (1, 1), (1, 4)):
             x = torch.randn(*shape, 24)
             got, count = attention(x), len(products)
@@ -200,7 +221,7 @@ def test_layers_side_by_side_with_other_inputs_are_right(monkeypatch):
     def right(layer, x):
         torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight))
 
-    with torch.no_grad(), joined(attention).swapped([attention]):
+    with torch.no_grad(), always("packed").swapped([attention]):
         right(attention.k_proj, b)  # without queries, as for a drafter's context
         for _ in range(3):
             right(attention.q_proj, a)
@@ -215,17 +236,21 @@ def test_layers_side_by_side_with_other_inputs_are_right(monkeypatch):
 def test_layers_that_differ_are_not_side_by_side():
     attention = Attention()
     attention.k_proj = nn.Linear(20, 8, bias=False)
-    assert all(len(unit) == 1 for unit in units_of(attention))
+    assert [len(unit) for unit in units_of(attention)] == [1, 1, 1]
     attention = Attention()
     attention.v_proj.register_forward_hook(lambda *a: None)
-    assert all(len(unit) == 1 for unit in units_of(attention))
+    assert units_of(attention) == [(attention.q_proj,), (attention.k_proj,)]
+    assert units_of(Attention().double()) == []
+    attention = Attention()
+    shared = units_of(nn.Sequential(attention, attention.q_proj))
+    assert sorted(map(id, (m for unit in shared for m in unit))) == sorted(map(id, attention.children()))
 
 
 @needs_packing
 @pytest.mark.parametrize("bias", [True, False])
 def test_rounded_products_are_close(bias):
     layer, x = nn.Linear(32, 12, bias=bias), torch.randn(1, 4, 32)
-    layers = LinearLayers({kind_of((layer,), "bfloat16"): ["bfloat16"] * len(ROWS)}, "bfloat16")
+    layers = always("bfloat16", "drafter")
     with torch.no_grad():
         wanted = layer(x)
         with layers.swapped([layer]):
@@ -241,11 +266,7 @@ def test_rounded_products_are_close(bias):
 def test_a_drafters_products_may_be_rounded_and_the_targets_never(draft_vocab_size):
     target = make_target(dtype=torch.float32)
     drafter = make_drafter(target, draft_vocab_size=draft_vocab_size)
-    measured = linear_layers_of(target, drafter)
-    rounded = {kind for kind in measured.choices if "~" in kind}
-    assert rounded and measured.precision == drafter.draft_precision
-    for kind in rounded:
-        measured.choices[kind] = ["bfloat16" if "x" in kind.partition("+")[0] else APART] * len(ROWS)
+    linear_layers_of(target, drafter).choices["drafter"] = ["bfloat16"] * len(ROWS)
     ids = prompt_ids(9)
     with torch.no_grad():
         wanted, features = target(ids).logits, torch.randn(1, 4, 64)
@@ -263,7 +284,7 @@ def test_an_unknown_precision_is_refused():
     target = make_target(dtype=torch.float32)
     drafter = make_drafter(target)
     drafter.draft_precision = "int8"
-    with pytest.raises(ValueError, match="draft_precision must be one of 'float32', 'bfloat16', got 'int8'"):
+    with pytest.raises(ValueError, match="draft_precision must be 'float32' or 'bfloat16', got 'int8'"):
         target.generate(prompt_ids(), max_new_tokens=4, assistant_model=drafter)
 
 
@@ -272,7 +293,7 @@ def test_a_drafter_with_packed_copies_can_be_copied(tmp_path):
     target = make_target(dtype=torch.float32)
     drafter = make_drafter(target)
     layers = linear_layers_of(target, drafter)
-    layers.copy((target.lm_head,), "packed")
+    layers._copies.get((target.lm_head,), "packed")
     again = copy.deepcopy(drafter)
     assert again.linear_layers.choices == layers.choices
     drafter.save_pretrained(tmp_path)

@@ -14,14 +14,12 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
-from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
@@ -29,13 +27,12 @@ from ..configuration_dspark import CALIBRATION_FIELDS
 from ..modeling_dspark import DSparkDraftModel
 from ..scheduling.admission import FixedLength
 from ..scheduling.step_rates import StepRates, load_step_rates
-from .compat import CACHE_ARGUMENT
 from .linear_choices import cpu_name
 from .linear_layers import linear_layers_of, tuned
 from .lookup import MOST_TOKENS
 from .quick_forward import grouped_attention
-from .rewinding import Rewinder
 from .stats import synchronize
+from .trial_forwards import context_length, filled_cache, quiet_progress, target_run
 
 logger = logging.get_logger(__name__)
 QUICK_DEPTHS = (128, 1024)
@@ -131,8 +128,8 @@ def measure_step_rates(
     with tuned(target, drafter), grouped_attention():
         runs: dict[tuple, Callable[[], None]] = {}
         for depth in depths:
-            cache = _filled_cache(target, depth)
-            runs |= {("target", depth, b): _target_run(target, cache, b) for b in rows}
+            cache = filled_cache(target, depth)
+            runs |= {("target", depth, b): target_run(target, cache, b) for b in rows}
         for k in range(1, drafter.config.num_draft_tokens + 1):
             runs["block", k] = _draft_run(drafter, k, FixedLength(0))
             runs["draft", k] = _draft_run(drafter, k, None)
@@ -158,7 +155,7 @@ def timed_sweeps(
     seconds: dict[tuple, list[float]] = {name: [] for name in runs}
     order = list(runs)
     shuffle = random.Random(0).shuffle
-    with _quiet_progress(len(order) * (plan.sweeps + 1), description) as bar:
+    with quiet_progress(len(order) * (plan.sweeps + 1), description) as bar:
         for run in runs.values():  # warm-up
             run()
             bar.update()
@@ -178,16 +175,6 @@ def timed_sweeps(
     return seconds
 
 
-@contextmanager
-def _quiet_progress(total: int, description: str) -> Iterator[tqdm]:
-    """A bar that vanishes when it is done, and is not drawn at all in a pipe."""
-    bar = tqdm(total=total, desc=description, unit="run", leave=False, disable=None)
-    try:
-        yield bar
-    finally:
-        bar.close()
-
-
 def lower_quartile(values: Sequence[float]) -> float:
     """What a run takes when nothing else disturbs the machine: disturbances only ever add."""
     return statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
@@ -199,47 +186,6 @@ def _spread(values: Sequence[float]) -> float:
         return 0.0
     quarters = statistics.quantiles(values, n=4, method="inclusive")
     return quarters[2] - quarters[0]
-
-
-def context_length(target: PreTrainedModel) -> int:
-    """The target's longest context in tokens; very long where its config names none (ALiBi, recurrent models)."""
-    return target.config.get_text_config().to_dict().get("max_position_embeddings") or 1 << 30
-
-
-def _forward_arguments(target: PreTrainedModel, cache: DynamicCache, rows: int) -> dict[str, Any]:
-    """As the decoding loop calls the target: logits of `rows` tokens, where it can be told."""
-    keep = {"logits_to_keep": rows} if target._supports_logits_to_keep() else {}
-    return {"use_cache": True, CACHE_ARGUMENT: cache} | keep
-
-
-def _filled_cache(target: PreTrainedModel, depth: int) -> DynamicCache:
-    """A cache of `depth` tokens: a short real prefill, repeated (only its size matters here)."""
-    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
-    first = min(depth, 32)
-    vocab = target.config.get_text_config().vocab_size
-    ids = torch.randint(vocab, (1, first), generator=torch.Generator().manual_seed(0)).to(target.device)
-    target(input_ids=ids, **_forward_arguments(target, cache, 1))
-    # Layers that keep no keys (convolutions, layers that share another's) cost the same at any depth.
-    layers = [(i, layer) for i, layer in enumerate(cache.layers) if isinstance(vars(layer).get("keys"), torch.Tensor)]
-    length = cache.get_seq_length()
-    while layers and (missing := depth - length) > 0:
-        added = min(missing, first)
-        for i, layer in layers:
-            cache.update(layer.keys[:, :, -added:].clone(), layer.values[:, :, -added:].clone(), i)
-        length += added
-    return cache
-
-
-def _target_run(target: PreTrainedModel, cache: DynamicCache, rows: int) -> Callable[[], None]:
-    ids = torch.ones(1, rows, dtype=torch.long, device=target.device)
-    rewinder = Rewinder(cache, target)
-
-    def run() -> None:
-        rewinder.hold(rows)
-        target(input_ids=ids, **_forward_arguments(target, cache, rows))
-        rewinder.settle(rows, committed=0)
-
-    return run
 
 
 def _draft_run(drafter: DSparkDraftModel, limit: int, admission: FixedLength | None) -> Callable[[], None]:

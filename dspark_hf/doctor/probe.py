@@ -21,8 +21,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..decoding.likely_mistakes import rope_bases
-from ..decoding.profiling import context_length
 from ..decoding.targets import TargetTaps
+from ..decoding.trial_forwards import context_length
 from ..evaluation.prompt_sets import load_conversations
 from ..modeling_dspark import DSparkDraftModel, Qwen3RotaryEmbedding
 from ..pairs import Target
