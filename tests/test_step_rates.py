@@ -8,7 +8,7 @@ from conftest import make_drafter, make_target, prompt_ids
 from test_admission import outcome
 
 from dspark_hf import DSparkDraftModel, StepRates, scheduled, step_rates_of
-from dspark_hf.decoding import profiling
+from dspark_hf.decoding import linear_forms, profiling
 from dspark_hf.decoding.profiling import ProfilePlan, measure_step_rates, table_key
 from dspark_hf.scheduling.step_rates import load_step_rates, table_path
 
@@ -138,7 +138,8 @@ def test_first_use_measures_once_and_says_where(target, drafter, monkeypatch, ca
     assert len(calls) == 1
 
 
-def test_a_table_holds_for_its_circumstances():
+def test_a_table_holds_for_its_circumstances(monkeypatch):
+    monkeypatch.setattr(linear_forms, "_WORTHWHILE", 0)
     target = make_target(dtype=torch.float32)
     drafter = make_drafter(target)
     key = table_key(target, drafter)

@@ -102,10 +102,12 @@ class RaggedStore:
     def __init__(self) -> None:
         self._pools: dict[int, _Pool] = {}
 
+    @torch.inference_mode()  # as the forwards that write into the tensors
     def open(self, capacity: int) -> Slot:
         """A place for a sequence of `capacity` tokens, empty."""
         return self._pool(capacity).open()
 
+    @torch.inference_mode()
     def reserve(self, slot: Slot, capacity: int) -> None:
         """Make room for `capacity` tokens; what the slot holds moves along where it must."""
         if capacity <= slot.pool.capacity:
@@ -124,6 +126,7 @@ class RaggedStore:
         slot.pool, slot.index = target, new.index
         target.slots[new.index] = slot
 
+    @torch.inference_mode()
     def close(self, slot: Slot) -> None:
         """Forget a sequence and free its place."""
         slot.pool.close(slot)
