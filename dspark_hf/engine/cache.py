@@ -84,7 +84,7 @@ class _Pool:
 
     def _resized(self, old: torch.Tensor, room: int) -> torch.Tensor:
         # Zeros, because attention may touch what is masked out, and what it touches must be finite.
-        new = old.new_zeros(room, *old.shape[1:])
+        new = _zeros(old, room, *old.shape[1:])
         new[: len(self.slots)] = old[: len(self.slots)]
         return new
 
@@ -92,8 +92,14 @@ class _Pool:
         """The layer's tensors, made at its first use to fit `keys` and `values` [1, K, T, D]."""
         if layer not in self.tensors:
             shapes = [(self.room, t.shape[1], self.capacity, t.shape[3]) for t in (keys, values)]
-            self.tensors[layer] = keys.new_zeros(shapes[0]), values.new_zeros(shapes[1])
+            self.tensors[layer] = _zeros(keys, *shapes[0]), _zeros(values, *shapes[1])
         return self.tensors[layer]
+
+
+@torch.inference_mode(False)
+def _zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """An ordinary tensor: slots are opened and closed outside of steps too, which run in inference mode."""
+    return like.new_zeros(shape)
 
 
 class RaggedStore:
@@ -102,12 +108,10 @@ class RaggedStore:
     def __init__(self) -> None:
         self._pools: dict[int, _Pool] = {}
 
-    @torch.inference_mode()  # as the forwards that write into the tensors
     def open(self, capacity: int) -> Slot:
         """A place for a sequence of `capacity` tokens, empty."""
         return self._pool(capacity).open()
 
-    @torch.inference_mode()
     def reserve(self, slot: Slot, capacity: int) -> None:
         """Make room for `capacity` tokens; what the slot holds moves along where it must."""
         if capacity <= slot.pool.capacity:
@@ -126,7 +130,6 @@ class RaggedStore:
         slot.pool, slot.index = target, new.index
         target.slots[new.index] = slot
 
-    @torch.inference_mode()
     def close(self, slot: Slot) -> None:
         """Forget a sequence and free its place."""
         slot.pool.close(slot)
