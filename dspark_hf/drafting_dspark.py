@@ -97,6 +97,14 @@ def are_value_only(processors: Callable | None) -> bool:
     return isinstance(processors, list) and all(isinstance(p, VALUE_ONLY_PROCESSORS) for p in processors)
 
 
+def apply_processors(processors: Callable, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+    """Processed scores; no tensor of inference mode gets to a processor, which may write into it or keep it. [B, N]"""
+    if not torch.is_inference_mode_enabled():
+        return processors(input_ids, scores)
+    with torch.inference_mode(False), torch.no_grad():
+        return processors(input_ids.clone(), scores.clone())
+
+
 def may_forbid_all(processors: Callable) -> bool:
     """Whether the processors could leave no token of some candidates, which costs a look at every row of scores."""
     harmless = (*VALUE_ONLY_PROCESSORS, logits_process.RepetitionPenaltyLogitsProcessor)
@@ -173,9 +181,9 @@ class Candidates:
     ) -> torch.Tensor:
         """Scores after the processors, which get rows of the target's vocabulary where they may read the prefix. [B, N]"""
         if self.token_ids is None or are_value_only(processors):
-            return processors(input_ids, scores)
+            return apply_processors(processors, input_ids, scores)
         full = in_target_vocabulary(scores, self.token_ids, vocab_size, float("-inf"))
-        return processors(input_ids, full).gather(-1, self.token_ids)
+        return apply_processors(processors, input_ids, full).gather(-1, self.token_ids)
 
 
 class SequentialLoop:

@@ -138,6 +138,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         )  # bound again at next use: the head's rows are others now
         self.d2t.copy_(token_ids.to(self.d2t.device) - torch.arange(len(token_ids), device=self.d2t.device))
 
+    @torch.inference_mode(False)  # what is cut out here is kept
     @torch.no_grad()
     def bind_target(self, target: PreTrainedModel) -> None:
         """Use the target's embedding and LM head. Own copies that are equal are dropped, others kept with a warning.

@@ -297,3 +297,25 @@ def test_a_drafter_with_packed_copies_can_be_copied(tmp_path):
     again = copy.deepcopy(drafter)
     assert again.linear_layers.choices == layers.choices
     drafter.save_pretrained(tmp_path)
+
+
+@needs_packing
+def test_left_to_autocast():
+    layer, x = nn.Linear(24, 10), torch.randn(1, 4, 24)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        wanted = layer(x)
+        with always("packed").swapped([layer]):
+            assert torch.equal(layer(x), wanted)
+
+
+@needs_packing
+def test_a_layer_may_be_called_by_keyword_and_any_weight_counts():
+    attention = Attention()
+    layer, x = attention.q_proj, torch.randn(1, 4, 24)
+    layers = always("packed")
+    with torch.no_grad():
+        for change in (lambda: None, lambda: layer.weight.data[1, 1:].mul_(3.0)):
+            change()
+            wanted = layer(x)
+            with layers.swapped([attention]):
+                torch.testing.assert_close(layer(input=x), wanted)

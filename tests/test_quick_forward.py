@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from conftest import make_drafter, make_target, prompt_ids
 from test_rewinding import states_of
 from tiny_targets import make_hybrid
-from transformers import DynamicCache, LogitsProcessor
+from transformers import DynamicCache, LogitsProcessor, StaticCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import dspark_hf
 from dspark_hf import FixedLength
 from dspark_hf.decoding.compat import CACHE_ARGUMENT, cache_of
 from dspark_hf.decoding.quick_forward import (
@@ -121,6 +123,7 @@ def test_the_override_is_undone_by_the_last_one_out():
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not stock
         raise RuntimeError
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is stock
+    assert "sdpa" not in ALL_ATTENTION_FUNCTIONS._local_mapping  # or what is registered later would not count
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "falcon_h1", "lfm2"])
@@ -155,6 +158,66 @@ def test_what_generate_returns_can_be_used_for_anything(family):
         assert target.lm_head.weight.grad is not None
 
 
+def test_processors_may_keep_what_they_write_into():
+    class Keeping(LogitsProcessor):
+        def __init__(self):
+            self.seen = {}
+
+        def __call__(self, input_ids, scores):
+            seen = self.seen.setdefault(input_ids.shape[1], torch.zeros_like(scores))
+            seen[:, input_ids[0, -1]] += 1.0
+            return scores - 0.0 * seen
+
+    target = make_target()
+    drafter = make_drafter(target)
+    drafter.admission = FixedLength(3)
+    arguments = {"max_new_tokens": 20, "do_sample": False}
+    plain = target.generate(prompt_ids(), **arguments)
+    fast = target.generate(prompt_ids(), assistant_model=drafter, logits_processor=[Keeping()], **arguments)
+    assert torch.equal(plain, fast)
+    engine = dspark_hf.BatchEngine(target, drafter)
+    kept = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    engine.add(prompt_ids()[0], logits_processor=[Keeping()], **arguments, **kept)
+    (output,) = engine.run()
+    assert output.token_ids == plain[0, 7:].tolist()
+    assert not any(row.is_inference() for row in (*output.scores, *output.logits))
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("where", ["model.norm", "model.layers.2", "model.layers.0.self_attn"])
+def test_an_interrupt_inside_the_target_leaves_the_cache_as_it_was(where, static):
+    """A next turn goes on from the tokens that were committed."""
+    target = make_target()
+    drafter = make_drafter(target)
+    drafter.admission = FixedLength(3)
+    cache = StaticCache(target.config, max_cache_len=80) if static else DynamicCache(config=target.config)
+    calls = []
+
+    def interrupt(*args):
+        calls.append(None)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+
+    committed = []
+
+    class Streamer:
+        def put(self, value):
+            committed.extend(value.flatten().tolist())
+
+        def end(self):
+            pass
+
+    handle = target.get_submodule(where).register_forward_pre_hook(interrupt)
+    arguments = {"do_sample": False, CACHE_ARGUMENT: cache}
+    with pytest.raises(KeyboardInterrupt):
+        target.generate(prompt_ids(), assistant_model=drafter, streamer=Streamer(), max_new_tokens=30, **arguments)
+    handle.remove()
+    text = torch.tensor([committed])
+    assert int(cache.get_seq_length()) == text.shape[1] - 1
+    going_on = target.generate(text, assistant_model=drafter, max_new_tokens=20, **arguments)
+    assert torch.equal(going_on, target.generate(text, max_new_tokens=20, do_sample=False))
+
+
 def test_processors_may_write_into_scores():
     class InPlace(LogitsProcessor):
         def __call__(self, input_ids, scores):
@@ -179,3 +242,44 @@ def test_buffers_set_under_inference_mode_become_ordinary():
     ordinary_buffers(target)
     assert not rotary.inv_freq.is_inference()
     assert "inv_freq" in rotary._non_persistent_buffers_set
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_rope_that_depends_on_the_length(kind):
+    """No forward reads tokens on both sides of the length from which other frequencies hold."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [6.0, 5.0, 4.0, 3.0], "original_max_position_embeddings": 16}
+    for seed in range(4):
+        target = make_target(seed=seed, rope_parameters=rope, max_position_embeddings=64 if kind == "longrope" else 16)
+        drafter = make_drafter(target, seed=9 + seed)
+        drafter.admission = FixedLength(4)
+        arguments = {"max_new_tokens": 40, "do_sample": False}
+        fast = target.generate(prompt_ids(seed=seed), assistant_model=drafter, **arguments)
+        assert torch.equal(fast, target.generate(prompt_ids(seed=seed), **arguments))
+    assert any(record.drafted for record in drafter.last_generation.history)
+
+
+def test_two_threads_on_one_target():
+    target = make_target()
+    arguments = {"max_new_tokens": 30, "do_sample": False}
+    wanted = [target.generate(prompt_ids(seed=seed), **arguments) for seed in range(4)]
+    drafters = [make_drafter(target, seed=seed) for seed in range(3)]
+    for drafter in drafters:
+        drafter.admission = FixedLength(3)
+
+    def decode(seed):
+        assistant = drafters[seed] if seed < 3 else None
+        return [target.generate(prompt_ids(seed=seed), assistant_model=assistant, **arguments) for _ in range(4)]
+
+    with ThreadPoolExecutor(4) as threads:
+        for texts, text in zip(threads.map(decode, range(4)), wanted, strict=True):
+            assert all(torch.equal(t, text) for t in texts)
+
+
+def test_a_head_bound_under_inference_mode_can_be_trained_with():
+    target = make_target(dtype=torch.float32)
+    drafter = make_drafter(target, draft_vocab_size=16, bind=False)
+    with torch.inference_mode():
+        drafter.bind_target(target)
+    assert not drafter.bound_heads()[0].weight.is_inference()

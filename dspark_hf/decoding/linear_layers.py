@@ -51,7 +51,7 @@ class Copies:
         """
         weights = [module.weight.detach() for module in unit]
         state = [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
-        sample = torch.cat([w.flatten()[:: max(1, w.numel() // 256)] for w in weights])
+        sample = torch.cat([w.flatten()[:: w.numel() // 256 | 1] for w in weights])
         of_unit = self._known.setdefault(unit[0], {})
         known = of_unit.get((form, len(unit)))
         if known is None or known[0] != state or not torch.equal(known[1], sample):
@@ -73,28 +73,33 @@ class _Lazily(dict[str, Any]):
 
 
 class _SideBySide:
-    """One product for several layers: the first one's call makes it, the others take their shares if their input is the same."""
+    """One product for several layers: the first one's call makes it, the others take their shares if their input is the same.
+
+    The same tensor, that is; nothing may be written into it between the calls.
+    """
 
     def __init__(self, unit: Unit, copies: Copies) -> None:
         self.sizes = [module.out_features for module in unit]
         self.bias = None if unit[0].bias is None else torch.cat([module.bias for module in unit])
         self.copies = _Lazily(copies, unit)
-        self.x: torch.Tensor | None = None
-        self.shares: dict[int, torch.Tensor] = {}
+        # The input and what was not taken yet; replaced as a whole, because another thread may run the same layers.
+        self.left: tuple[torch.Tensor | None, dict[int, torch.Tensor]] = None, {}
         self.missed = False  # inputs were not the same: never again
 
     def first(self, form: str, x: torch.Tensor) -> torch.Tensor:
-        self.missed = bool(self.shares)
-        out = product(form, x, None, self.bias, self.copies[form]).split(self.sizes, dim=-1)
-        self.x, self.shares = x, dict(enumerate(out))
-        return self.shares.pop(0).contiguous()
+        self.missed = bool(self.left[1])
+        shares = dict(enumerate(product(form, x, None, self.bias, self.copies[form]).split(self.sizes, dim=-1)))
+        share = shares.pop(0).contiguous()
+        self.left = x, shares
+        return share
 
     def share(self, number: int, x: torch.Tensor) -> torch.Tensor | None:
-        if x is not self.x or number not in self.shares:
+        known, shares = self.left
+        if x is not known or number not in shares:
             return None
-        share = self.shares.pop(number).contiguous()
-        if not self.shares:
-            self.x = None
+        share = shares.pop(number).contiguous()
+        if not shares:
+            self.left = None, {}
         return share
 
 
@@ -122,7 +127,8 @@ class LinearLayers:
         """Use the chosen forms in these models inside the block; afterwards, also after an error, all is as before."""
         forwards: dict[nn.Module, Callable] = {}
         try:
-            if not torch.is_grad_enabled():
+            # Autocast casts inputs and weights inside of `F.linear`.
+            if not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
                 for part, models in (("target", target), ("drafter", drafter)):
                     for unit in (unit for model in models if part in self.choices for unit in units_of(model)):
                         forwards |= self._forwards(unit, self.choices[part])
@@ -140,14 +146,14 @@ class LinearLayers:
             return dict(zip(unit, alone))
         shared = _SideBySide(unit, self._copies)
 
-        def first(x: torch.Tensor) -> torch.Tensor:
-            form = _at(by_rows, x)
-            return alone[0](x) if shared.missed or not keeps_copy(form) else shared.first(form, x)
+        def first(input: torch.Tensor) -> torch.Tensor:
+            form = _at(by_rows, input)
+            return alone[0](input) if shared.missed or not keeps_copy(form) else shared.first(form, input)
 
         def taking(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
-            def take(x: torch.Tensor) -> torch.Tensor:
-                share = shared.share(number, x)
-                return alone[number](x) if share is None else share
+            def take(input: torch.Tensor) -> torch.Tensor:
+                share = shared.share(number, input)
+                return alone[number](input) if share is None else share
 
             return take
 
@@ -156,9 +162,9 @@ class LinearLayers:
     def _alone(self, module: nn.Linear, by_rows: Sequence[str]) -> Callable[[torch.Tensor], torch.Tensor]:
         weight, bias, copies = module.weight, module.bias, _Lazily(self._copies, (module,))
 
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            form = _at(by_rows, x)
-            return product(form, x, weight, bias, copies[form])
+        def forward(input: torch.Tensor) -> torch.Tensor:
+            form = _at(by_rows, input)
+            return product(form, input, weight, bias, copies[form])
 
         return forward
 

@@ -31,7 +31,7 @@ from .linear_layers import tuned
 from .quick_forward import grouped_attention, ordinary_buffers
 from .rewinding import Rewinder, check_cache, check_room
 from .stats import GenerationStats, RoundRecord, synchronize
-from .targets import TargetTaps, check_image_mask
+from .targets import TargetTaps, check_image_mask, length_dependent_rope, most_read_alike
 
 # Arguments with a line for each token that grow rightly by one line at a time only.
 _GROWN_BY_ONE = ("token_type_ids", "cross_attention_mask", "image_attention_mask")
@@ -61,6 +61,7 @@ def speculative_decoding(
             return loop.run(input_ids, model_kwargs)
         finally:
             ordinary_buffers(target)
+            ordinary_buffers(drafter)
 
 
 def _most_read(input_ids: torch.LongTensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
@@ -72,6 +73,10 @@ def _most_read(input_ids: torch.LongTensor, config: GenerationConfig, model_kwar
     return vars(config).get("_mask_length", input_ids.shape[1]) + new
 
 
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 class _Loop:
     def __init__(
         self, target, logits_processor, stopping_criteria, generation_config, drafter, streamer, policy, compiled
@@ -79,6 +84,7 @@ class _Loop:
         self.target, self.drafter, self.streamer, self.policy = target, drafter, streamer, policy
         self.compiled: CompiledForward | None = compiled
         self.processors, self.criteria, self.config = logits_processor, stopping_criteria, generation_config
+        self.rope = length_dependent_rope(target)
         self.hidden_states: tuple = ()
         self.attentions: tuple = ()
         self.stats = GenerationStats(drafter.config.num_draft_tokens, type(policy.admission).__name__)
@@ -149,7 +155,9 @@ class _Loop:
         stats, before = self.stats, text.input_ids.shape[1]
         started, spent = time.perf_counter(), (stats.draft_seconds, stats.verify_seconds)
         with stats.timed("scheduling"):
-            most = rewinder.most_drafted(self.drafter.config.num_draft_tokens)
+            most = _least(
+                rewinder.most_drafted(self.drafter.config.num_draft_tokens), most_read_alike(self.rope, before)
+            )
             planned = candidates.plan(text.input_ids, most, text.new_tokens)
         with stats.timed("draft"):
             block = candidates.draft(text.input_ids)
@@ -163,7 +171,11 @@ class _Loop:
             rewinder.hold(lag + new_rows, may_fall=drafted > 0)
             padding = candidate_ids[:, -1:].expand(-1, new_rows - drafted - 1)
             arguments = self._grown(outputs, model_kwargs, new_rows - 1)
-            outputs = self._forward(torch.cat([candidate_ids, padding], dim=1), lag + new_rows, arguments, taps)
+            try:
+                outputs = self._forward(torch.cat([candidate_ids, padding], dim=1), lag + new_rows, arguments, taps)
+            except BaseException:
+                rewinder.undo()
+                raise
         features = taps.take(self.drafter.device)[:, lag:]
         logits = self._ordinary(outputs.logits[:, -new_rows:][:, : drafted + 1])
         try:

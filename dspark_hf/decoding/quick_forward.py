@@ -141,7 +141,8 @@ class _Override:
 
     lock = threading.Lock()
     users = 0
-    stock: Callable | None = None
+    stock: Callable
+    was_local = False  # whether someone had put it into this mapping, over the registered one
 
 
 @contextmanager
@@ -149,6 +150,7 @@ def grouped_attention() -> Iterator[None]:
     """Inside the block, `sdpa` does not copy keys and values for each head of a group."""
     with _Override.lock:
         if not _Override.users:
+            _Override.was_local = "sdpa" in ALL_ATTENTION_FUNCTIONS._local_mapping
             _Override.stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
             ALL_ATTENTION_FUNCTIONS["sdpa"] = _GroupedAttention(_Override.stock)
         _Override.users += 1
@@ -157,8 +159,10 @@ def grouped_attention() -> Iterator[None]:
     finally:
         with _Override.lock:
             _Override.users -= 1
-            if not _Override.users:
+            if not _Override.users and _Override.was_local:
                 ALL_ATTENTION_FUNCTIONS["sdpa"] = _Override.stock
+            elif not _Override.users:
+                del ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 def ordinary_buffers(model: nn.Module) -> None:

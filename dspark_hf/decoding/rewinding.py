@@ -54,6 +54,8 @@ class Rewinder:
         self._windows = [_StaticWindow(layer) for layer in layers if type(layer) is StaticSlidingWindowLayer]
         self._others = [layer for layer in layers if not _is_recurrent(layer) and type(layer) not in _STATIC]
         self._held: list[dict[str, Any]] = []
+        self._lengths: list[int] = []
+        self._static_lengths: list[torch.Tensor] = []
         if not all(layer.is_croppable for layer in self._others):
             raise _unusable(target, f"a {type(cache).__name__} with layers that can be neither cropped nor copied")
         for layer in self._others:
@@ -79,6 +81,8 @@ class Rewinder:
 
     def hold(self, rows: int, may_fall: bool = True) -> None:
         """Before a forward of `rows` tokens; `may_fall`: whether one is a draft (else only an exception takes it back)."""
+        self._lengths = [_length(layer) for layer in self._others]
+        self._static_lengths = [layer.cumulative_length.clone() for layer in self._static]
         for window in self._windows:
             window.hold(rows)
         self._held = []
@@ -88,6 +92,19 @@ class Rewinder:
             for name in _STATES:
                 states = vars(layer)[name]
                 vars(layer)[name] = {i: None if state is None else state.clone() for i, state in states.items()}
+
+    def undo(self) -> None:
+        """After a forward that an exception ended, anywhere in the target: each layer as it was before."""
+        for layer, length in zip(self._others, self._lengths, strict=True):
+            if surplus := _length(layer) - length:
+                layer.crop(-surplus)
+        for layer, length in zip(self._static, self._static_lengths, strict=True):
+            layer.cumulative_length.copy_(length)
+        for window in self._windows:
+            window.settle(0, 0)
+        for layer, held in zip(self._recurrent, self._held):
+            vars(layer).update(held)
+        self._held = []
 
     def settle(self, rows: int, committed: int) -> None:
         """After a forward of `rows` tokens in all, of which `lag` and the first `committed` behind them stand."""
@@ -115,6 +132,13 @@ class Rewinder:
             if "record_past" in vars(layer):
                 layer.record_past = False
         settled(self._cache)
+
+
+def _length(layer: Any) -> int:
+    """Tokens that it holds, or inputs of its convolution."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin) and not hasattr(layer, "get_seq_length"):
+        return max((state.shape[-1] for state in layer.conv_states.values() if state is not None), default=0)
+    return layer.get_seq_length()
 
 
 class _StaticWindow:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from transformers import LogitsProcessorList
 
-from ..drafting_dspark import are_value_only, draw_tokens
+from ..drafting_dspark import apply_processors, are_value_only, draw_tokens
 
 __all__ = ["draw_tokens", "flip", "process_rows"]
 
@@ -29,7 +29,10 @@ def process_rows(
     if not processors:
         return scores
     if are_value_only(processors):
-        return processors(input_ids, scores)
+        return apply_processors(processors, input_ids, scores)
     start = input_ids.shape[1] - scores.shape[0] + 1
-    rows = [processors(input_ids[:, : start + i], scores[i : i + 1].clone()) for i in range(scores.shape[0])]
+    rows = [
+        apply_processors(processors, input_ids[:, : start + i], scores[i : i + 1].clone())
+        for i in range(scores.shape[0])
+    ]
     return torch.cat(rows)

@@ -10,6 +10,7 @@ Forward hooks, and not `output_hidden_states=[...]`: the meaning of the selected
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -88,6 +89,30 @@ def has_bounded_time_step(target: PreTrainedModel) -> bool:
     return any(limit is not None and limit[0] > 0 for limit in limits)
 
 
+def length_dependent_rope(target: PreTrainedModel) -> tuple[str, int] | None:
+    """The kind of rotary embedding whose frequencies depend on the length of a forward's text, and from which length on."""
+    config = target.config.get_text_config()
+    found = config.to_dict().get("rope_parameters") or {}
+    for rope in (found, *(part for part in found.values() if isinstance(part, dict))):
+        if (kind := rope.get("rope_type")) in ("longrope", "dynamic"):
+            border = rope.get("original_max_position_embeddings") if kind == "longrope" else None
+            return kind, border or config.max_position_embeddings
+    return None
+
+
+def most_read_alike(rope: tuple[str, int] | None, length: int) -> int | None:
+    """How many tokens may be read behind the last of `length` ones with its frequencies; `None`: any.
+
+    One forward uses the frequencies of its longest text for all its tokens. `rope`: as `length_dependent_rope` tells.
+    """
+    if rope is None:
+        return None
+    kind, border = rope
+    if length > border:
+        return 0 if kind == "dynamic" else None  # these change with every token, or have changed
+    return border - length
+
+
 class TargetTaps:
     """Context manager that records the outputs of `layer_ids` (id i = output of layer i, -1 = embeddings).
 
@@ -101,6 +126,7 @@ class TargetTaps:
         self._layers = decoder_layers(target)
         self._recorded: dict[int, list[torch.Tensor]] = {i: [] for i in self.layer_ids}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._thread = threading.get_ident()
 
     def __enter__(self) -> TargetTaps:
         for i in self._recorded:
@@ -119,12 +145,18 @@ class TargetTaps:
 
     def _recorder(self, i: int):
         def record(module: nn.Module, args: tuple, output: torch.Tensor | tuple) -> None:
-            self._recorded[i].append(output[0] if isinstance(output, tuple) else output)
+            if self._is_ours():
+                self._recorded[i].append(output[0] if isinstance(output, tuple) else output)
 
         return record
 
+    def _is_ours(self) -> bool:
+        """Whether this forward is not another thread's, which may run the same target."""
+        return torch.compiler.is_compiling() or threading.get_ident() == self._thread
+
     def _record_input(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        self._recorded[-1].append(args[0] if args else kwargs["hidden_states"])
+        if self._is_ours():
+            self._recorded[-1].append(args[0] if args else kwargs["hidden_states"])
 
     def take(self, device: torch.device | None = None) -> torch.Tensor:
         """What was recorded since the last call, layers side by side: [B, S, m * d_target]."""

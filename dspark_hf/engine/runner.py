@@ -19,7 +19,7 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from ..decoding.compat import CACHE_ARGUMENT
-from ..decoding.targets import TargetTaps
+from ..decoding.targets import TargetTaps, length_dependent_rope
 from ..modeling_dspark import DSparkDraftModel
 from .cache import Layout, RaggedStore, Slot, causal_mask, is_out_of_memory
 
@@ -186,11 +186,9 @@ def check_structure(target: PreTrainedModel) -> None:
             f"{type(target).__name__} is an encoder-decoder model; the batch engine serves decoder-only ones."
         )
     text = target.config.get_text_config().to_dict()
-    if kind := next(
-        (k for k in ("longrope", "dynamic") if f"'rope_type': '{k}'" in str(text.get("rope_parameters"))), None
-    ):
+    if rope := length_dependent_rope(target):
         raise ValueError(
-            f"{type(target).__name__} has rotary embeddings of kind {kind}, which depend on the longest text of a forward, so "
+            f"{type(target).__name__} has rotary embeddings of kind {rope[0]}, which depend on the longest text of a forward, so "
             "texts would not be independent in the batch engine. Decode one request at a time with generate()."
         )
     layer_types = set(text.get("layer_types") or ()) - _PLAIN_LAYERS

@@ -277,6 +277,12 @@ class Request:
             reason,
             error,
             self.stats,
-            self.text.scores,
-            self.text.logits,
+            _ordinary(self.text.scores),
+            _ordinary(self.text.logits),
         )
+
+
+def _ordinary(rows: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, ...] | None:
+    """Tensors for any use; steps run in inference mode."""
+    with torch.inference_mode(False):
+        return None if rows is None else tuple(row.clone() for row in rows)

@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..decoding.compat import CACHE_ARGUMENT
 from ..decoding.linear_layers import tuned
 from ..decoding.profiling import ProfilePlan, measure_step_rates
-from ..decoding.quick_forward import grouped_attention, grow_in_place
+from ..decoding.quick_forward import grouped_attention, grow_in_place, ordinary_buffers
 from ..decoding.stats import GenerationStats
 from ..modeling_dspark import DSparkDraftModel
 from ..pairs import Target
@@ -137,7 +137,9 @@ def _methods(
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         grow_in_place(cache)
         with torch.inference_mode(), tuned(model, drafter, of_drafter=False), grouped_attention():
-            return timed_generate(model, ids, options, **{CACHE_ARGUMENT: cache})
+            result = timed_generate(model, ids, options, **{CACHE_ARGUMENT: cache})
+        ordinary_buffers(model)
+        return result
 
     methods = {
         "plain": plain(),
