@@ -30,8 +30,8 @@ from .trial_forwards import quiet_progress
 logger = logging.get_logger(__name__)
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 128)  # measured; in between the next one's choice, beyond the last's
 _WORTH = 0.98  # another form than the stock one must take less than this share of its time
-_SWEEPS = 4
-_LONGEST = 1.5  # seconds for one number of rows, after which no further sweep begins
+_VISITS, _RUNS = 2, 2  # each form in turn, and again
+_LONGEST = 1.5  # seconds for one number of rows, after which no further visit begins
 _CACHE = 16 << 20  # float32 numbers that fill the processor's cache
 
 Candidate = Callable[[str], AbstractContextManager]
@@ -90,20 +90,22 @@ def measure_forms(part: str, forms: Sequence[str], candidate: Candidate, run_of:
     usable = [form for form in forms if _works(form, candidate, run_of(1))]
     choice = []
     description = f"first use: linear layers of the {part}"
-    with quiet_progress(len(ROWS) * _SWEEPS, description) as bar:
+    with quiet_progress(len(ROWS) * _VISITS, description) as bar:
         for rows in ROWS:
             run = run_of(rows)
             spent: dict[str, list[float]] = {form: [] for form in usable if form != "transposed" or rows <= 16}
             until = time.perf_counter() + _LONGEST
-            for sweep in range(_SWEEPS):
+            for visit in range(_VISITS):
                 bar.update()
-                if sweep and time.perf_counter() > until:
+                if visit and time.perf_counter() > until:
                     continue
                 for form, values in spent.items():
                     with candidate(form):
-                        start = time.perf_counter()
-                        run()
-                        values.append(time.perf_counter() - start)
+                        run()  # looks up the copies of the weights
+                        for _ in range(_RUNS):
+                            start = time.perf_counter()
+                            run()
+                            values.append(time.perf_counter() - start)
             fastest = {form: min(values) for form, values in spent.items()}
             best = min(fastest, key=lambda form: fastest[form])
             choice.append(best if fastest[best] < _WORTH * fastest["stock"] else "stock")
