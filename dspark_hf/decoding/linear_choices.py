@@ -30,7 +30,8 @@ from .trial_forwards import quiet_progress
 logger = logging.get_logger(__name__)
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 128)  # measured; in between the next one's choice, beyond the last's
 _WORTH = 0.98  # another form than the stock one must take less than this share of its time
-_VISITS, _RUNS = 2, 2  # each form in turn, and again
+_VISITS, _RUNS = 3, 2  # each form in turn, and again, so that a slow moment of the machine touches all alike
+_FEW = 8  # rows; with more, one visit tells enough
 _LONGEST = 1.5  # seconds for one number of rows, after which no further visit begins
 _CACHE = 16 << 20  # float32 numbers that fill the processor's cache
 
@@ -90,12 +91,12 @@ def measure_forms(part: str, forms: Sequence[str], candidate: Candidate, run_of:
     usable = [form for form in forms if _works(form, candidate, run_of(1))]
     choice = []
     description = f"first use: linear layers of the {part}"
-    with quiet_progress(len(ROWS) * _VISITS, description) as bar:
+    with quiet_progress(sum(_VISITS if rows <= _FEW else 1 for rows in ROWS), description) as bar:
         for rows in ROWS:
             run = run_of(rows)
             spent: dict[str, list[float]] = {form: [] for form in usable if form != "transposed" or rows <= 16}
             until = time.perf_counter() + _LONGEST
-            for visit in range(_VISITS):
+            for visit in range(_VISITS if rows <= _FEW else 1):
                 bar.update()
                 if visit and time.perf_counter() > until:
                     continue
