@@ -245,7 +245,7 @@ class DSparkConfig(PreTrainedConfig):
     def check_context_window(self) -> None:
         """Refuse a window that can't be; it may be set at run time, so it is looked at where it is used too."""
         window, sinks = self.context_window, self.context_sinks
-        if window is not None and not (isinstance(window, int) and window >= 1):
+        if window is not None and (type(window) is not int or window < 1):
             raise ValueError(f"DSparkConfig: context_window must be None or a whole number from 1, got {window!r}.")
         if not (isinstance(sinks, int) and sinks >= 0):
             raise ValueError(f"DSparkConfig: context_sinks must be a whole number from 0, got {sinks!r}.")

@@ -46,6 +46,12 @@ TOP_CANDIDATES = 1024
 LARGE_VOCABULARY = 32 * TOP_CANDIDATES
 
 
+_TAKE_EMPTY_ROWS = tuple(
+    getattr(logits_process, name)
+    for name in ("TemperatureLogitsWarper", "TopKLogitsWarper", "RepetitionPenaltyLogitsProcessor")
+)
+
+
 class Admission(Protocol):
     """Says whether position k is drafted, without knowing x_k (design decision 3)."""
 
@@ -111,6 +117,18 @@ def may_forbid_all(processors: Callable) -> bool:
     return not isinstance(processors, list) or not all(isinstance(p, harmless) for p in processors)
 
 
+def _process_until_empty(processors: Callable, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+    """Processed scores, or those so far once a row has no token left: some processors fail on it, or make it NaN. [B, N]"""
+    if not may_forbid_all(processors) or not isinstance(processors, list):
+        return apply_processors(processors, input_ids, scores)
+    for i, processor in enumerate(processors):
+        fails = not isinstance(processor, _TAKE_EMPTY_ROWS)
+        if i and fails and bool(torch.isneginf(scores).all(-1).any()):
+            break
+        scores = apply_processors(processor, input_ids, scores)
+    return scores
+
+
 def calibrated_confidences(config: DSparkConfig, logits: Sequence[float], position: int) -> list[float]:
     """c_k of every row at `position` k, from 1 (§3.2.1)."""
     temperatures, shifts = config.confidence_temperatures, config.confidence_shifts
@@ -154,8 +172,8 @@ class Candidates:
             ValueError: `top_candidates` below 1.
         """
         count, head, rows, ids = model.top_candidates, model.markov_head, None, None
-        if count is not None and count < 1:
-            raise ValueError(f"top_candidates must be at least 1, or None for all tokens, got {count}.")
+        if count is not None and (type(count) is not int or count < 1):
+            raise ValueError(f"top_candidates must be a whole number from 1, or None for all tokens, got {count!r}.")
         # Single rows of a quantised matrix can't be had.
         narrows = count is not None and head is not None and head.markov_w2.weight.is_floating_point()
         if narrows and count < base_logits.shape[-1]:
@@ -181,9 +199,9 @@ class Candidates:
     ) -> torch.Tensor:
         """Scores after the processors, which get rows of the target's vocabulary where they may read the prefix. [B, N]"""
         if self.token_ids is None or are_value_only(processors):
-            return apply_processors(processors, input_ids, scores)
+            return _process_until_empty(processors, input_ids, scores)
         full = in_target_vocabulary(scores, self.token_ids, vocab_size, float("-inf"))
-        return apply_processors(processors, input_ids, full).gather(-1, self.token_ids)
+        return _process_until_empty(processors, input_ids, full).gather(-1, self.token_ids)
 
 
 class SequentialLoop:

@@ -68,10 +68,10 @@ def test_a_large_vocabulary_is_narrowed_by_itself(size, head, count):
     assert draft(drafter).logits.shape[-1] == (count or size)
 
 
-@pytest.mark.parametrize("count", [0, -3])
+@pytest.mark.parametrize("count", [0, -3, 2.0, True])
 def test_a_count_below_one_is_refused(drafter, count):
     drafter.top_candidates = count
-    with pytest.raises(ValueError, match="top_candidates must be at least 1"):
+    with pytest.raises(ValueError, match="top_candidates must be a whole number from 1"):
         draft(drafter)
 
 
@@ -111,3 +111,24 @@ def test_sampled_distribution_is_exact(policy, arguments, monkeypatch):
 
 def test_sampled_distribution_is_exact_within_a_reduced_vocabulary(monkeypatch):
     check_distribution(FixedLength(2), {}, make_drafter, True, monkeypatch, top_candidates=1)
+
+
+@pytest.mark.parametrize("narrowed", [{"top_candidates": 2}, {"draft_vocab_size": 9}])
+@pytest.mark.parametrize("after", [{"renormalize_logits": True}, {"eta_cutoff": 0.01}])
+def test_a_draft_ends_where_every_candidate_is_forbidden(narrowed, after):
+    """Before a processor that fails on a row of nothing but -inf, or makes it NaN."""
+    target = make_target()
+    drafter = make_drafter(target, draft_vocab_size=narrowed.get("draft_vocab_size"))
+    drafter.top_candidates = narrowed.get("top_candidates")
+    drafter.admission = FixedLength(3)
+    torch.manual_seed(0)
+    output = target.generate(
+        prompt_ids(),
+        max_new_tokens=12,
+        do_sample=True,
+        suppress_tokens=list(range(2, 20)),
+        assistant_model=drafter,
+        **after,
+    )
+    assert output.shape[1] == 19
+    assert not set(output[0, 7:].tolist()) & set(range(2, 20))

@@ -27,7 +27,7 @@ PromptsOption = Annotated[
     str | None,
     typer.Option(
         help="JSONL with 'prompt', 'turns' or 'messages' and a 'domain'; or gsm8k, math500, humaneval, mbpp, mt-bench, "
-        "alpaca from the Hub. [default: our own 24]"
+        "alpaca from the Hub. (default: our own 24)"
     ),
 ]
 LimitOption = Annotated[int | None, typer.Option(help="Only the first prompts of each source.")]
@@ -39,13 +39,13 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print the figures as JSO
     "dspark-hf bench --concurrency 1,2,4,8,16 --plots figures"
 )
 def bench(
-    prompts: Annotated[Path | None, typer.Option(help="JSONL of prompts with 'domain'. [default: our own 24]")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSONL of prompts with 'domain'. (default: our own 24)")] = None,
     target: TargetOption = DEFAULT_TARGET,
     drafter: DrafterOption = AUTO,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     limit: Annotated[int | None, typer.Option(help="Only the first prompts of each domain.")] = None,
-    draft_tokens: Annotated[int | None, typer.Option(help="Tokens drafted a round. [default: the drafter's]")] = None,
+    draft_tokens: Annotated[int | None, typer.Option(help="Tokens drafted a round. (default: the drafter's)")] = None,
     policies: Annotated[
         str,
         typer.Option(help="Measured beside the drafter's own: fixed:N, threshold:T, throughput, lagged, lookahead."),
@@ -166,7 +166,7 @@ def calibrate(
     target: TargetOption = DEFAULT_TARGET,
     drafter: DrafterOption = AUTO,
     out_folder: Annotated[
-        Path | None, typer.Option("--out", help="Folder for the calibrated drafter. [default: the drafter's own]")
+        Path | None, typer.Option("--out", help="Folder for the calibrated drafter. (default: the drafter's own)")
     ] = None,
     temperature: Annotated[float, typer.Option(help="Of the decoding that is calibrated on; 0 is greedy.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 128,
@@ -242,7 +242,7 @@ def evaluate(
     context_window: Annotated[
         str,
         typer.Option(
-            help="Compare windows of the drafter's context: tokens kept, or none, e.g. none,256,1024. [default: the drafter's]"
+            help="Compare windows of the drafter's context: tokens kept, or none, e.g. none,256,1024. (default: the drafter's)"
         ),
     ] = "",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 128,

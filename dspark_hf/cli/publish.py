@@ -25,9 +25,9 @@ def card(
         list[str] | None, typer.Option(help="Code of a language it was trained on, e.g. en; may be given again.")
     ] = None,
     base_model: Annotated[
-        str | None, typer.Option(help="Hub id of the target. [default: what it was trained for]")
+        str | None, typer.Option(help="Hub id of the target. (default: what it was trained for)")
     ] = None,
-    repo: Annotated[str | None, typer.Option(help="owner/name that the usage names. [default: OWNER/DIR]")] = None,
+    repo: Annotated[str | None, typer.Option(help="owner/name that the usage names. (default: OWNER/DIR)")] = None,
     stdout: Annotated[bool, typer.Option("--stdout", help="Print the card and write nothing.")] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Write over a README.md; licence, data sets and languages in it stay.")
@@ -53,9 +53,9 @@ def push(
     repo: Annotated[str, typer.Argument(metavar="REPO", help="owner/name on the Hub; made if there is none.")],
     private: Annotated[bool, typer.Option("--private", help="Make the repository private, if it is made now.")] = False,
     token: Annotated[
-        str | None, typer.Option(help="A token with write access. [default: of `hf auth login`, or HF_TOKEN]")
+        str | None, typer.Option(help="A token with write access. (default: of `hf auth login`, or HF_TOKEN)")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch; made if there is none. [default: main]")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch; made if there is none. (default: main)")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, list what would go up, send nothing.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:

@@ -26,9 +26,9 @@ def train(
     ] = None,
     target: TargetOption = DEFAULT_TARGET,
     work_dir: Annotated[
-        Path | None, typer.Option(help="Answers, features, checkpoints. [default: OUTPUT-work]")
+        Path | None, typer.Option(help="Answers, features, checkpoints. (default: OUTPUT-work)")
     ] = None,
-    num_answers: Annotated[int | None, typer.Option(help="Answers to make. [default: one a prompt]")] = None,
+    num_answers: Annotated[int | None, typer.Option(help="Answers to make. (default: one a prompt)")] = None,
     invented_prompts: Annotated[int, typer.Option(help="Prompts that the target writes itself, as domain 'chat'.")] = 0,
     temperatures: Annotated[str, typer.Option(help="Temperatures of the answers in turn; 0 is greedy.")] = "0,0.6,0.8",
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 192,
@@ -36,22 +36,22 @@ def train(
     method: Annotated[
         str, typer.Option(help="dspark, or what it is compared with: dflash (no heads, fill-in blocks), eagle3.")
     ] = "dspark",
-    num_layers: Annotated[int | None, typer.Option(help="Depth of the drafter. [default: 3; eagle3 has 1]")] = None,
+    num_layers: Annotated[int | None, typer.Option(help="Depth of the drafter. (default: 3; eagle3 has 1)")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens drafted a round at most.")] = 7,
     min_block_size: Annotated[int | None, typer.Option(help="Train on blocks of this size and up too.")] = None,
     draft_tokens: Annotated[
-        int | None, typer.Option(help="Drafted a round when used. [default: all of a block]")
+        int | None, typer.Option(help="Drafted a round when used. (default: all of a block)")
     ] = None,
     markov_head: Annotated[str, typer.Option(help="none, vanilla, gated or rnn (dspark).")] = "vanilla",
     markov_rank: Annotated[int, typer.Option(help="Rank of the sequential head.")] = 64,
     draft_vocab_size: Annotated[
-        int | None, typer.Option(help="Most frequent tokens to propose from; 0 is all. [default: 8192]")
+        int | None, typer.Option(help="Most frequent tokens to propose from; 0 is all. (default: 8192)")
     ] = None,
     draft_vocab_coverage: Annotated[
         float | None, typer.Option(help="Instead: as many as cover this share of the answers' tokens, e.g. 0.995.")
     ] = None,
-    target_layers: Annotated[str, typer.Option(help="Tapped layers. [default: five, spread]")] = "",
-    steps: Annotated[int | None, typer.Option(help="Training steps. [default: --epochs over the answers]")] = None,
+    target_layers: Annotated[str, typer.Option(help="Tapped layers. (default: five, spread)")] = "",
+    steps: Annotated[int | None, typer.Option(help="Training steps. (default: --epochs over the answers)")] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the answers where --steps is not given.")] = 10.0,
     batch_size: Annotated[int, typer.Option(help="Answers a step and process.")] = 8,
     num_anchors: Annotated[int, typer.Option(help="Blocks drawn in each answer and step.")] = 32,

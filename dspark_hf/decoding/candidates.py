@@ -257,7 +257,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def full_scores(self, block: DraftBlock) -> torch.Tensor:
         """A block's scores in the target's vocabulary: -inf where a token was no candidate. [1, K, V]"""
-        return in_target_vocabulary(block.logits, block.candidate_ids, self.drafter.config.vocab_size, float("-inf"))
+        logits = block.logits.clone()  # an ordinary tensor, which may be written into
+        return in_target_vocabulary(logits, block.candidate_ids, self.drafter.config.vocab_size, float("-inf"))
 
     def full_probs(self, block: DraftBlock) -> torch.Tensor:
         """What each token of a block was drawn from, in the target's vocabulary. [1, K, V]"""

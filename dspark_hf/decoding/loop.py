@@ -195,7 +195,7 @@ class _Loop:
             min(choice.accepted, committed),
             lag + new_rows,
             [] if block is None else block.survival[0],
-            None if block is None else block.confidence_logits,
+            None if block is None or block.confidence_logits is None else block.confidence_logits.clone(),
             lag,
             candidates.copy is not None,
         )
