@@ -117,16 +117,20 @@ def may_forbid_all(processors: Callable) -> bool:
     return not isinstance(processors, list) or not all(isinstance(p, harmless) for p in processors)
 
 
-def _process_until_empty(processors: Callable, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
-    """Processed scores, or those so far once a row has no token left: some processors fail on it, or make it NaN. [B, N]"""
+def _until_empty(processors: Callable) -> Callable:
+    """These processors, but for those behind the one that leaves a row no token: some fail on it, or make it NaN."""
     if not may_forbid_all(processors) or not isinstance(processors, list):
-        return apply_processors(processors, input_ids, scores)
-    for i, processor in enumerate(processors):
-        fails = not isinstance(processor, _TAKE_EMPTY_ROWS)
-        if i and fails and bool(torch.isneginf(scores).all(-1).any()):
-            break
-        scores = apply_processors(processor, input_ids, scores)
-    return scores
+        return processors
+
+    def process(input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+        for i, processor in enumerate(processors):
+            fails = not isinstance(processor, _TAKE_EMPTY_ROWS)
+            if i and fails and bool(torch.isneginf(scores).all(-1).any()):
+                break
+            scores = processor(input_ids, scores)
+        return scores
+
+    return process
 
 
 def calibrated_confidences(config: DSparkConfig, logits: Sequence[float], position: int) -> list[float]:
@@ -199,9 +203,9 @@ class Candidates:
     ) -> torch.Tensor:
         """Scores after the processors, which get rows of the target's vocabulary where they may read the prefix. [B, N]"""
         if self.token_ids is None or are_value_only(processors):
-            return _process_until_empty(processors, input_ids, scores)
+            return apply_processors(_until_empty(processors), input_ids, scores)
         full = in_target_vocabulary(scores, self.token_ids, vocab_size, float("-inf"))
-        return _process_until_empty(processors, input_ids, full).gather(-1, self.token_ids)
+        return apply_processors(_until_empty(processors), input_ids, full).gather(-1, self.token_ids)
 
 
 class SequentialLoop:

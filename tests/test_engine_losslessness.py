@@ -8,10 +8,9 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 from conftest import make_drafter, make_target, prompt_ids
-from test_losslessness import Enumerator, rates
+from test_losslessness import enumerate_draws, rates
 
 from dspark_hf import BatchEngine, Expectation, FixedLength, StepRates, generate_batch
-from dspark_hf.decoding import sampling
 from dspark_hf.scheduling.batch import BatchLagged, BatchThroughput, PerRequest
 from dspark_hf.scheduling.batch_lookahead import BatchLookahead
 
@@ -277,9 +276,7 @@ def test_sampled_joint_distribution_is_exact(policy, monkeypatch):
     ]
     wanted = [exact(target, *ask) for ask in asks]
 
-    enumerator = Enumerator()
-    monkeypatch.setattr(sampling, "draw_tokens", enumerator.draw_tokens)
-    monkeypatch.setattr(sampling, "flip", enumerator.flip)
+    enumerator = enumerate_draws(monkeypatch)
     engine = BatchEngine(target, drafter, policy=PerRequest(FixedLength(0)), prefill_chunk=2 if fixed else 64)
     rounds: Counter[tuple[int, int]] = Counter()
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from dspark_hf.decoding import linear_choices, linear_forms, linear_layers
 from dspark_hf.decoding.linear_choices import ROWS
-from dspark_hf.decoding.linear_forms import FORMS, can_pack, units_of
+from dspark_hf.decoding.linear_forms import EXACT_FORMS, ROUNDED_FORM, can_pack, units_of
 from dspark_hf.decoding.linear_layers import LinearLayers, linear_layers_of, tuned
 
 needs_packing = pytest.mark.skipif(not can_pack(), reason="this torch has no oneDNN")
@@ -22,6 +22,12 @@ needs_packing = pytest.mark.skipif(not can_pack(), reason="this torch has no one
 def small_layers_too(monkeypatch):
     """The layers of tiny models are left alone elsewhere."""
     monkeypatch.setattr(linear_forms, "_WORTHWHILE", 0)
+
+
+@pytest.fixture(autouse=True)
+def own_choices(monkeypatch, tmp_path, small_layers_too):
+    """Measured anew in each test."""
+    monkeypatch.setattr(linear_choices, "cache_folder", lambda: tmp_path)
 
 
 def always(form: str, part: str = "target") -> LinearLayers:
@@ -104,20 +110,18 @@ def test_a_packed_copy_follows_its_weights():
             torch.testing.assert_close(layer(x), wanted)
 
 
-def test_choices_are_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(linear_choices, "cache_folder", lambda: tmp_path)
+def test_choices_are_measured():
     target = make_target(dtype=torch.float32)
     drafter = make_drafter(target)
     choices = linear_layers_of(target, drafter).choices
     assert choices.keys() == {"target", "drafter"}
     assert all(len(choice) == len(ROWS) for choice in choices.values())
-    assert set(choices["target"]) <= set(FORMS) - {"bfloat16"}
-    assert set(choices["drafter"]) <= set(FORMS)
+    assert set(choices["target"]) <= set(EXACT_FORMS)
+    assert set(choices["drafter"]) <= {*EXACT_FORMS, ROUNDED_FORM}
     assert not any("forward" in vars(m) for m in (*target.modules(), *drafter.modules()))
 
 
 def test_choices_are_kept_and_a_damaged_file_is_measured_anew(monkeypatch, tmp_path):
-    monkeypatch.setattr(linear_choices, "cache_folder", lambda: tmp_path)
     target = make_target(dtype=torch.float32)
     calls = []
     real = linear_choices.measure_forms
@@ -132,8 +136,7 @@ def test_choices_are_kept_and_a_damaged_file_is_measured_anew(monkeypatch, tmp_p
     assert calls == ["target", "drafter"] * 5
 
 
-def test_switches(monkeypatch, tmp_path):
-    monkeypatch.setattr(linear_choices, "cache_folder", lambda: tmp_path)
+def test_switches(monkeypatch):
     target = make_target(dtype=torch.float32)
     drafter = make_drafter(target)
     forms = {}
@@ -154,30 +157,27 @@ def test_switches(monkeypatch, tmp_path):
     assert not linear_layers_of(make_target(), make_drafter(make_target())).choices  # float64
 
 
-def test_no_copies_where_memory_is_short(monkeypatch, tmp_path):
-    monkeypatch.setattr(linear_choices, "cache_folder", lambda: tmp_path)
+def test_no_copies_where_memory_is_short(monkeypatch):
     monkeypatch.setattr(linear_layers.psutil, "virtual_memory", lambda: type("M", (), {"available": 1000})())
     target = make_target(dtype=torch.float32)
     choices = linear_layers_of(target, make_drafter(target)).choices
     assert not {"packed", "bfloat16"} & {form for choice in choices.values() for form in choice}
 
 
-def test_a_product_that_the_processor_lacks_is_not_chosen(monkeypatch, tmp_path):
+def test_a_product_that_the_processor_lacks_is_not_chosen(monkeypatch):
     def refused(form, weight):
         raise RuntimeError("no such products")
 
-    monkeypatch.setattr(linear_choices, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(linear_layers, "arranged", refused)
     target = make_target(dtype=torch.float32)
     choices = linear_layers_of(target, make_drafter(target)).choices
     assert {form for choice in choices.values() for form in choice} <= {"stock", "transposed"}
 
 
-def test_a_target_that_cannot_be_timed_is_left_as_it_is(monkeypatch, tmp_path):
+def test_a_target_that_cannot_be_timed_is_left_as_it_is(monkeypatch):
     def failing(target, depth):
         raise TypeError("another kind of forward")
 
-    monkeypatch.setattr(linear_choices, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(linear_layers, "filled_cache", failing)
     target = make_target(dtype=torch.float32)
     assert linear_layers_of(target, make_drafter(target)).choices.keys() == {"drafter"}

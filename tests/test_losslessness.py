@@ -99,6 +99,15 @@ class Enumerator:
                 return
 
 
+def enumerate_draws(monkeypatch) -> Enumerator:
+    """From now on every random decision of drafting and acceptance is the enumerator's."""
+    enumerator = Enumerator()
+    for module in (sampling, drafting_dspark):
+        monkeypatch.setattr(module, "draw_tokens", enumerator.draw_tokens)
+    monkeypatch.setattr(sampling, "flip", enumerator.flip)
+    return enumerator
+
+
 def exact_distribution(target, ids, horizon, arguments):
     """The target's distribution of the next `horizon` tokens, from its forward alone."""
     processors = target._get_logits_processor(target._prepare_generation_config(None, **arguments)[0], ids.shape[1])
@@ -197,10 +206,7 @@ def check_distribution(policy, arguments, make, reduced, monkeypatch, ids=None, 
     arguments = {"do_sample": True, "top_k": 0} | arguments
     wanted = exact_distribution(target, ids, horizon, arguments)
 
-    enumerator = Enumerator()
-    monkeypatch.setattr(sampling, "draw_tokens", enumerator.draw_tokens)
-    monkeypatch.setattr(drafting_dspark, "draw_tokens", enumerator.draw_tokens)
-    monkeypatch.setattr(sampling, "flip", enumerator.flip)
+    enumerator = enumerate_draws(monkeypatch)
 
     def run():
         return target.generate(ids, max_new_tokens=horizon, assistant_model=drafter, **arguments)[0, length:]
@@ -226,9 +232,7 @@ def test_verification_of_two_drafted_tokens_is_exact(monkeypatch):
     """Drafting two tokens and verifying them gives the target's distribution of what is committed first."""
     generator = torch.Generator().manual_seed(0)
     draft, target = (torch.rand(1, n, 4, dtype=torch.float64, generator=generator).softmax(-1) for n in (2, 3))
-    enumerator = Enumerator()
-    monkeypatch.setattr(sampling, "draw_tokens", enumerator.draw_tokens)
-    monkeypatch.setattr(sampling, "flip", enumerator.flip)
+    enumerator = enumerate_draws(monkeypatch)
 
     def run():
         tokens = torch.stack([enumerator.draw_tokens(draft[:, k]) for k in range(2)], dim=1)

@@ -21,8 +21,8 @@ from dspark_hf.decoding.quick_forward import (
     GrowingLayer,
     grouped_attention,
     grow_in_place,
+    make_plain,
     ordinary_buffers,
-    settled,
 )
 
 
@@ -79,7 +79,7 @@ def test_settled_layers_are_plain_and_without_room():
         cache = growing(target, prompt_ids(5))
         target(prompt_ids(2), **{CACHE_ARGUMENT: cache})
     before = [state.clone() for state in states_of(cache)]
-    settled(cache)
+    make_plain(cache)
     assert all(type(layer) is DynamicLayer and "_rooms" not in vars(layer) for layer in cache.layers)
     for state, wanted in zip(states_of(cache), before, strict=True):
         assert torch.equal(state, wanted)

@@ -7,9 +7,9 @@ from collections import defaultdict
 import pytest
 import torch
 from conftest import make_drafter, make_target, make_tokenizer
-from test_losslessness import Enumerator
+from test_losslessness import enumerate_draws
 
-from dspark_hf import ConfidenceThreshold, FixedLength, drafting_dspark
+from dspark_hf import ConfidenceThreshold, FixedLength
 from dspark_hf.decoding import sampling
 from dspark_hf.evaluation import replay as replay_module
 from dspark_hf.evaluation.acceptance import collect
@@ -125,10 +125,7 @@ def test_sampled_rounds_have_the_distribution_of_real_decoding(policy, arguments
     drafter.admission, drafter.skinny_linear, drafter.top_candidates = policy, False, top
     ids = torch.tensor([[0, 1, 1, 0]])
     options = DecodingOptions(horizon, arguments.get("temperature", 1.0), arguments.get("top_p", 1.0))
-    enumerator = Enumerator()
-    monkeypatch.setattr(sampling, "draw_tokens", enumerator.draw_tokens)
-    monkeypatch.setattr(drafting_dspark, "draw_tokens", enumerator.draw_tokens)
-    monkeypatch.setattr(sampling, "flip", enumerator.flip)
+    enumerator = enumerate_draws(monkeypatch)
 
     def decode():
         settings = {"max_new_tokens": horizon} | replay_module.sampling_settings(options)

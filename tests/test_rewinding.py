@@ -7,13 +7,12 @@ from collections import defaultdict
 import pytest
 import torch
 from conftest import FAMILIES, make_drafter, make_target, prompt_ids
-from test_losslessness import Enumerator, exact_distribution
+from test_losslessness import enumerate_draws, exact_distribution
 from tiny_targets import CONVOLUTIONAL, RECURRENT, REFUSED, make_hybrid
 from transformers import DynamicCache
 
 import dspark_hf
-from dspark_hf import FixedLength, LookaheadScheduler, StepRates, drafting_dspark
-from dspark_hf.decoding import sampling
+from dspark_hf import FixedLength, LookaheadScheduler, StepRates
 from dspark_hf.decoding.compat import CACHE_ARGUMENT, cache_of
 from dspark_hf.decoding.hook import check_pair
 from dspark_hf.decoding.profiling import ProfilePlan, measure_step_rates
@@ -68,10 +67,7 @@ def test_sampled_output_has_the_targets_distribution(family, monkeypatch):
     ids = torch.tensor([[0, 1, 1, 0]])
     arguments = {"do_sample": True, "top_k": 0}
     wanted = exact_distribution(target, ids, horizon, arguments)
-    enumerator = Enumerator()
-    monkeypatch.setattr(sampling, "draw_tokens", enumerator.draw_tokens)
-    monkeypatch.setattr(drafting_dspark, "draw_tokens", enumerator.draw_tokens)
-    monkeypatch.setattr(sampling, "flip", enumerator.flip)
+    enumerator = enumerate_draws(monkeypatch)
 
     def run():
         return target.generate(ids, max_new_tokens=horizon, assistant_model=drafter, **arguments)[0, 4:]

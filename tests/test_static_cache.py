@@ -8,14 +8,13 @@ from collections import defaultdict
 import pytest
 import torch
 from conftest import make_drafter, make_target, prompt_ids
-from test_losslessness import Enumerator, exact_distribution
+from test_losslessness import enumerate_draws, exact_distribution
 from test_scheduling import TwoTokens, table
 from tiny_targets import make_hybrid
 from transformers import DynamicCache, LogitsProcessor, StaticCache
 from transformers.cache_utils import DynamicLayer, StaticSlidingWindowLayer
 
-from dspark_hf import FixedLength, drafting_dspark
-from dspark_hf.decoding import sampling
+from dspark_hf import FixedLength
 from dspark_hf.decoding.compat import CACHE_ARGUMENT, cache_of
 from dspark_hf.decoding.rewinding import Rewinder
 
@@ -84,10 +83,7 @@ def test_sampled_output_has_the_targets_distribution(family, monkeypatch):
     ids = torch.tensor([[0, 1, 1, 0]])
     arguments = {"do_sample": True, "top_k": 0}
     wanted = exact_distribution(target, ids, horizon, arguments)
-    enumerator = Enumerator()
-    monkeypatch.setattr(sampling, "draw_tokens", enumerator.draw_tokens)
-    monkeypatch.setattr(drafting_dspark, "draw_tokens", enumerator.draw_tokens)
-    monkeypatch.setattr(sampling, "flip", enumerator.flip)
+    enumerator = enumerate_draws(monkeypatch)
     arguments |= {"max_new_tokens": horizon, "cache_implementation": "static", "assistant_model": drafter}
     found = defaultdict(float)
     for tokens, weight in enumerator.outcomes(lambda: target.generate(ids, **arguments)[0, 4:]):

@@ -8,12 +8,11 @@ from itertools import product
 import pytest
 import torch
 from conftest import make_drafter, prompt_ids
-from test_losslessness import Enumerator
+from test_losslessness import enumerate_draws
 from tiny_targets import VISION, make_vision_target
 
 import dspark_hf
-from dspark_hf import FixedLength, drafting_dspark
-from dspark_hf.decoding import sampling
+from dspark_hf import FixedLength
 from dspark_hf.decoding.compat import CACHE_ARGUMENT, cache_of
 from dspark_hf.decoding.targets import decoder_layers
 
@@ -130,10 +129,7 @@ def test_sampled_output_has_the_targets_distribution(family, monkeypatch):
                 if name in grown:
                     grown[name] = torch.nn.functional.pad(grown[name], (0, 1), value=fill)
         wanted[text] = weight
-    enumerator = Enumerator()
-    monkeypatch.setattr(sampling, "draw_tokens", enumerator.draw_tokens)
-    monkeypatch.setattr(drafting_dspark, "draw_tokens", enumerator.draw_tokens)
-    monkeypatch.setattr(sampling, "flip", enumerator.flip)
+    enumerator = enumerate_draws(monkeypatch)
 
     def run():
         return target.model.generate(**inputs, max_new_tokens=horizon, assistant_model=drafter, **arguments)

@@ -353,7 +353,7 @@ def _compare(target, models, conversations, options, policy, facts, report: Path
 
 
 def _windows(text: str) -> tuple[int | None, ...]:
-    windows = numbers(text, lambda part: None if part == "none" else int(part), "--context-window")
+    windows = numbers(text, lambda part: None if part == "none" else int(part), "--context-window (none, too)")
     if len(set(windows)) < len(windows) or any(w is not None and w < 1 for w in windows):
         raise ValueError(f"--context-window takes numbers from 1, and none, each once, got {text!r}.")
     return windows

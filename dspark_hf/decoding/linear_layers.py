@@ -28,11 +28,11 @@ from transformers.utils import logging
 
 from ..modeling_dspark import DSparkDraftModel
 from .linear_choices import ROWS, RunOf, chosen_forms, passes_through
-from .linear_forms import Unit, arranged, can_pack, keeps_copy, product, units_of
+from .linear_forms import EXACT_FORMS, ROUNDED_FORM, Unit, arranged, can_pack, keeps_copy, product, units_of
 from .trial_forwards import context_length, filled_cache, target_run
 
 logger = logging.get_logger(__name__)
-PRECISIONS = ("float32", "bfloat16")
+PRECISIONS = ("float32", ROUNDED_FORM)
 _PLACES = [bisect_left(ROWS, rows) for rows in range(ROWS[-1] + 1)]  # in ROWS, of each number of rows
 _DEPTH = 128  # tokens of context of the forwards that are timed
 _MOST_MEMORY = 0.25  # share of the free memory that copies may take
@@ -202,14 +202,14 @@ def linear_layers_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> Line
         return LinearLayers({part: [form] * len(ROWS)}, copies).swapped(**{part: parts[part]})
 
     for part, of_part in units.items():
-        forms = ["stock", "transposed"] + ["packed"] * may_copy
-        if part == "drafter" and may_copy and precision == "bfloat16" and drafter.dtype == torch.float32:
-            forms.append("bfloat16")
-        run_of = (
-            functools.partial(_forwards_of, target) if part == "target" else functools.partial(passes_through, of_part)
-        )
         if not of_part:
             continue
+        forms = [form for form in EXACT_FORMS if may_copy or not keeps_copy(form)]
+        run_of = functools.partial(_forwards_of, target)
+        if part == "drafter":
+            run_of = functools.partial(passes_through, of_part)
+            if may_copy and precision == ROUNDED_FORM and drafter.dtype == torch.float32:
+                forms.append(ROUNDED_FORM)
         try:
             choices[part] = chosen_forms(part, of_part, forms, functools.partial(candidate, part=part), run_of)
         # Whatever a target of its own kind raises; its layers are left as they are.

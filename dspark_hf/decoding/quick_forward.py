@@ -69,14 +69,14 @@ def _with_room(states: torch.Tensor, room: int) -> torch.Tensor:
 
 
 def grow_in_place(cache: Cache) -> None:
-    """Let the plain layers of a cache grow without copies, until `settled` is called."""
+    """Let the plain layers of a cache grow without copies, until `make_plain` is called."""
     if type(cache) is DynamicCache and not cache.offloading:
         for layer in cache.layers:
             if type(layer) is DynamicLayer:
                 layer.__class__ = GrowingLayer
 
 
-def settled(cache: Cache) -> None:
+def make_plain(cache: Cache) -> None:
     """Make a cache plain again that outlives our loop: no room behind its keys and values, tensors for any later use."""
     for layer in cache.layers:
         if type(layer) is GrowingLayer:

@@ -23,7 +23,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from .compat import CACHE_ARGUMENT
-from .quick_forward import grow_in_place, settled
+from .quick_forward import grow_in_place, make_plain
 from .targets import cross_attention_layers, has_bounded_time_step
 
 _CHECKED = "_dspark_rewinding_checked"
@@ -131,7 +131,7 @@ class Rewinder:
             layer.crop(0)
             if "record_past" in vars(layer):
                 layer.record_past = False
-        settled(self._cache)
+        make_plain(self._cache)
 
 
 def _length(layer: Any) -> int:
