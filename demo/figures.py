@@ -13,7 +13,7 @@ from render import escape
 
 from dspark_hf.decoding.stats import GenerationStats
 from dspark_hf.evaluation.plots import png, step_rate_curve
-from dspark_hf.scheduling.step_rates import StepRates
+from dspark_hf.scheduling.step_costs import StepRates
 
 
 def rounds_chart(stats: GenerationStats):

@@ -36,15 +36,15 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from dspark_hf.drafting_dspark import Admission
 from dspark_hf.evaluation.completion import DecodingOptions, check_length, timed_generate
-from dspark_hf.evaluation.policies import using_policy
+from dspark_hf.evaluation.policy_names import using_policy
 from dspark_hf.evaluation.speed import MethodRun, compare
-from dspark_hf.modeling_dspark import DSparkDraftModel
-from dspark_hf.pairs import Target
+from dspark_hf.loading.chat_template import encode_messages
+from dspark_hf.loading.pairs import Target
+from dspark_hf.model.modeling_dspark import DSparkDraftModel
+from dspark_hf.model.sampler_dspark import Admission
 from dspark_hf.scheduling.admission import RoundOutcome, RoundPolicy
 from dspark_hf.serving.text import TextStream
-from dspark_hf.texts import encode_messages
 
 logger = logging.get_logger("dspark_hf.demo")
 _LETTERS_A_TOKEN = 16  # a prompt with more letters than this for each allowed token isn't even tokenised

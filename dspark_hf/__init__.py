@@ -5,21 +5,21 @@
 
 from transformers import AutoConfig, AutoModel
 
-from .configuration_dspark import DSparkConfig
 from .decoding import hook
 from .decoding.candidates import scheduled
 from .decoding.profiling import step_rates_of
 from .decoding.stats import GenerationStats
-from .drafting_dspark import DraftBlock
 from .engine.engine import BatchEngine
 from .engine.generate import generate_batch
 from .engine.sequence import RequestOutput
-from .modeling_dspark import DSparkDraftModel, DSparkDraftOutput
-from .pairs import load_known_drafter
+from .loading.pairs import load_known_drafter
+from .model.configuration_dspark import DSparkConfig
+from .model.modeling_dspark import DSparkDraftModel, DSparkDraftOutput
+from .model.sampler_dspark import DraftBlock
+from .scheduling.acceptance_estimate import Expectation
 from .scheduling.admission import ConfidenceThreshold, FixedLength, GuardedLength, LaggedScheduler, ThroughputScheduler
-from .scheduling.belief import Expectation
 from .scheduling.lookahead import LookaheadScheduler
-from .scheduling.step_rates import StepRates
+from .scheduling.step_costs import StepRates
 
 __version__ = "0.1.0"
 

@@ -6,8 +6,8 @@ import torch
 from transformers import TextStreamer
 
 from dspark_hf.decoding.compat import CACHE_ARGUMENT, cache_of
-from dspark_hf.pairs import load_drafter, load_target
-from dspark_hf.texts import encode_messages
+from dspark_hf.loading.chat_template import encode_messages
+from dspark_hf.loading.pairs import load_drafter, load_target
 
 target = load_target()
 drafter = load_drafter(target=target.model)

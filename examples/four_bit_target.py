@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from dspark_hf import DSparkDraftModel
-from dspark_hf.pairs import DEFAULT_TARGET, resolve_target
-from dspark_hf.texts import encode_messages
+from dspark_hf.loading.chat_template import encode_messages
+from dspark_hf.loading.pairs import DEFAULT_TARGET, resolve_target
 
 source = resolve_target(DEFAULT_TARGET)
 tokenizer = AutoTokenizer.from_pretrained(source)

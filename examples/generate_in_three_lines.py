@@ -1,6 +1,6 @@
 """The default pair: load a target, load its drafter, add one argument to `generate()`."""
 
-from dspark_hf.pairs import load_drafter, load_target
+from dspark_hf.loading.pairs import load_drafter, load_target
 
 target = load_target()
 drafter = load_drafter(target=target.model)

@@ -1,8 +1,8 @@
 """Many prompts at once, each with its own settings: `python examples/many_requests.py`."""
 
 import dspark_hf
-from dspark_hf.pairs import load_drafter, load_target
-from dspark_hf.texts import encode_messages
+from dspark_hf.loading.chat_template import encode_messages
+from dspark_hf.loading.pairs import load_drafter, load_target
 
 target = load_target()
 drafter = load_drafter(target=target.model)

@@ -2,8 +2,8 @@
 
 import torch
 
-from dspark_hf.pairs import load_drafter, load_target
-from dspark_hf.texts import encode_messages
+from dspark_hf.loading.chat_template import encode_messages
+from dspark_hf.loading.pairs import load_drafter, load_target
 
 target = load_target()
 drafter = load_drafter(target=target.model)

@@ -13,7 +13,7 @@ from dspark_hf import DSparkDraftModel
 from dspark_hf.evaluation.calibrate import run_calibration, store_calibration
 from dspark_hf.evaluation.completion import DecodingOptions
 from dspark_hf.evaluation.prompt_sets import load_conversations
-from dspark_hf.pairs import load_target
+from dspark_hf.loading.pairs import load_target
 from dspark_hf.training.pipeline import TrainOptions, run_training
 
 name, prompts, output = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]).resolve()

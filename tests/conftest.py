@@ -161,8 +161,8 @@ def own_cache(request, monkeypatch, tmp_path_factory, linear_choices):
     """What is measured of tiny models does not go into the user's cache."""
     if not request.node.get_closest_marker("real"):
         folder = tmp_path_factory.mktemp("cache")
-        monkeypatch.setattr("dspark_hf.scheduling.step_rates.cache_folder", lambda: folder)
-        monkeypatch.setattr("dspark_hf.decoding.linear_choices.cache_folder", lambda: linear_choices)
+        monkeypatch.setattr("dspark_hf.scheduling.step_costs.cache_folder", lambda: folder)
+        monkeypatch.setattr("dspark_hf.linear.linear_choices.cache_folder", lambda: linear_choices)
 
 
 @pytest.fixture

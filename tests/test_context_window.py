@@ -9,10 +9,10 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from dspark_hf import DSparkConfig, DSparkDraftModel, FixedLength
 from dspark_hf.decoding import candidates as candidates_module
-from dspark_hf.decoding import context as context_module
+from dspark_hf.decoding import draft_context as context_module
 from dspark_hf.decoding.candidates import DSparkCandidateGenerator
 from dspark_hf.decoding.compat import CACHE_ARGUMENT, cache_of
-from dspark_hf.decoding.context import DraftContext, context_of, keep_context
+from dspark_hf.decoding.draft_context import DraftContext, context_of, keep_context
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 11}
 DRAFTERS = {

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dspark_hf import DSparkDraftModel, cli
-from dspark_hf.conversion import convert
+from dspark_hf.publishing.convert import convert
 
 HIDDEN = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(2))
 

@@ -34,7 +34,7 @@ from race_state import (  # noqa: E402
     Verdict,
 )
 
-from dspark_hf.pairs import Target  # noqa: E402
+from dspark_hf.loading.pairs import Target  # noqa: E402
 from dspark_hf.scheduling.admission import FixedLength, RoundOutcome, RoundPolicy  # noqa: E402
 
 

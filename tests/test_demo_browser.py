@@ -21,8 +21,8 @@ from pathlib import Path
 
 import pytest
 
-from dspark_hf.finding import DEFAULT_DRAFTER, drafter_folder
-from dspark_hf.pairs import DEFAULT_TARGET, resolve_target
+from dspark_hf.loading.finding import DEFAULT_DRAFTER, drafter_folder
+from dspark_hf.loading.pairs import DEFAULT_TARGET, resolve_target
 
 ROOT = Path(__file__).parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

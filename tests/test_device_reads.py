@@ -11,7 +11,7 @@ from transformers import DynamicCache, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from dspark_hf import ConfidenceThreshold, Expectation, FixedLength, LookaheadScheduler
-from dspark_hf.decoding.loop import _Loop
+from dspark_hf.decoding.speculative import _Loop
 
 TOP = 5  # candidates of a position, where not all are
 _READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "_unique2")

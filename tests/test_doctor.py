@@ -11,14 +11,14 @@ from test_cli import names, pair, run  # noqa: F401
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from dspark_hf import DSparkConfig, DSparkDraftModel, StepRates
+from dspark_hf.decoding.checks import likely_mistakes
 from dspark_hf.decoding.hook import check_pair
-from dspark_hf.decoding.likely_mistakes import likely_mistakes
 from dspark_hf.decoding.targets import TargetTaps
 from dspark_hf.doctor import findings
 from dspark_hf.doctor.examine import examine
 from dspark_hf.doctor.probe import Agreement, Comparison, ProbeResult, Reading, probe, probe_texts, readings
 from dspark_hf.doctor.report import FAILED, OK, SKIPPED, WARNING, Report, verdict
-from dspark_hf.pairs import Target
+from dspark_hf.loading.pairs import Target
 from dspark_hf.training.responses import Answer
 
 NAMES = [

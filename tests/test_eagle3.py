@@ -10,10 +10,10 @@ from conftest import make_drafter, make_eagle3, make_target, make_tokenizer, pro
 from transformers import AutoModel
 
 from dspark_hf import BatchEngine, DSparkConfig, DSparkDraftModel, FixedLength
-from dspark_hf.conversion import to_deepspec, to_speculators
 from dspark_hf.decoding.compat import cache_of
 from dspark_hf.decoding.profiling import ProfilePlan, measure_step_rates
-from dspark_hf.pairs import Target
+from dspark_hf.loading.pairs import Target
+from dspark_hf.publishing.convert import to_deepspec, to_speculators
 from dspark_hf.training.features import compute_features
 from dspark_hf.training.pipeline import TrainOptions, run_training
 from dspark_hf.training.responses import Answer

@@ -17,9 +17,9 @@ from dspark_hf.evaluation import acceptance, prompt_sets
 from dspark_hf.evaluation.acceptance import Rounds, Sample, acceptance_figures, collect, full_rounds, threshold_sweep
 from dspark_hf.evaluation.calibrate import _every_second
 from dspark_hf.evaluation.completion import DecodingOptions
-from dspark_hf.evaluation.policies import check_policy, make_policy, using_policy
+from dspark_hf.evaluation.policy_names import check_policy, make_policy, using_policy
 from dspark_hf.evaluation.prompt_sets import PUBLIC_SETS, load_conversations
-from dspark_hf.pairs import Target
+from dspark_hf.loading.pairs import Target
 
 
 @pytest.fixture

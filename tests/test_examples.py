@@ -47,7 +47,7 @@ def test_four_bit_target(monkeypatch, capsys):
 
 
 def test_training(monkeypatch, capsys, tmp_path):
-    from dspark_hf.pairs import DEFAULT_TARGET
+    from dspark_hf.loading.pairs import DEFAULT_TARGET
 
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"Say the number {i}."}) for i in range(8)))

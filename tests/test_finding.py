@@ -16,9 +16,10 @@ import pytest
 import torch
 from conftest import make_drafter, make_target, make_tokenizer
 
-from dspark_hf import DSparkDraftModel, cli, finding
-from dspark_hf.finding import DEFAULT_DRAFTER, KnownDrafter, find_drafter, known_drafters
-from dspark_hf.pairs import DEFAULT_TARGET, load_drafter
+from dspark_hf import DSparkDraftModel, cli
+from dspark_hf.loading import finding
+from dspark_hf.loading.finding import DEFAULT_DRAFTER, KnownDrafter, find_drafter, known_drafters
+from dspark_hf.loading.pairs import DEFAULT_TARGET, load_drafter
 
 ROOT = Path(__file__).parents[1]
 QWEN4, QWEN8, QWEN14 = (f"deepseek-ai/dspark_qwen3_{size}_block7" for size in ("4b", "8b", "14b"))
@@ -328,4 +329,4 @@ def test_the_list_is_in_the_wheel(tmp_path):
         pytest.skip("no setuptools here that builds this package")
     assert done.returncode == 0, done.stderr
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        assert "dspark_hf/known_drafters.json" in wheel.namelist()
+        assert "dspark_hf/loading/known_drafters.json" in wheel.namelist()

@@ -313,7 +313,7 @@ def test_candidate_generator_interface(target, drafter):
     from transformers import GenerationConfig
 
     from dspark_hf.decoding.candidates import DSparkCandidateGenerator
-    from dspark_hf.decoding.context import DraftContext
+    from dspark_hf.decoding.draft_context import DraftContext
 
     context = DraftContext(id(drafter))
     config = GenerationConfig(max_length=40, do_sample=False)

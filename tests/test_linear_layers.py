@@ -10,10 +10,10 @@ import torch
 from conftest import make_drafter, make_target, prompt_ids
 from torch import nn
 
-from dspark_hf.decoding import linear_choices, linear_forms, linear_layers
-from dspark_hf.decoding.linear_choices import ROWS
-from dspark_hf.decoding.linear_forms import EXACT_FORMS, ROUNDED_FORM, can_pack, units_of
-from dspark_hf.decoding.linear_layers import LinearLayers, linear_layers_of, tuned
+from dspark_hf.linear import linear_choices, linear_forms, linear_layers
+from dspark_hf.linear.linear_choices import ROWS
+from dspark_hf.linear.linear_forms import EXACT_FORMS, ROUNDED_FORM, can_pack, units_of
+from dspark_hf.linear.linear_layers import LinearLayers, linear_layers_of, tuned
 
 needs_packing = pytest.mark.skipif(not can_pack(), reason="this torch has no oneDNN")
 

@@ -7,7 +7,7 @@ import torch
 from conftest import make_drafter, make_target, prompt_ids
 
 from dspark_hf import Expectation, FixedLength, LookaheadScheduler, StepRates
-from dspark_hf.decoding.lookup import MOST_TOKENS, TextLookup
+from dspark_hf.decoding.prompt_lookup import MOST_TOKENS, TextLookup
 from dspark_hf.scheduling.copying import CopyBelief
 
 

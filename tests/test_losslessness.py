@@ -21,10 +21,10 @@ from dspark_hf import (
     LookaheadScheduler,
     StepRates,
     ThroughputScheduler,
-    drafting_dspark,
 )
 from dspark_hf.decoding import sampling
-from dspark_hf.decoding.verification import verify_block, verify_greedy
+from dspark_hf.decoding.acceptance import verify_block, verify_greedy
+from dspark_hf.model import sampler_dspark
 
 
 @pytest.mark.parametrize("head", ["none", "vanilla", "gated", "rnn"])
@@ -102,7 +102,7 @@ class Enumerator:
 def enumerate_draws(monkeypatch) -> Enumerator:
     """From now on every random decision of drafting and acceptance is the enumerator's."""
     enumerator = Enumerator()
-    for module in (sampling, drafting_dspark):
+    for module in (sampling, sampler_dspark):
         monkeypatch.setattr(module, "draw_tokens", enumerator.draw_tokens)
     monkeypatch.setattr(sampling, "flip", enumerator.flip)
     return enumerator

@@ -10,8 +10,8 @@ from conftest import GOLDEN, GOLDEN_PACKAGINGS, make_drafter, make_target, needs
 from safetensors.torch import load_file, save_file
 
 from dspark_hf import DSparkConfig, DSparkDraftModel
-from dspark_hf.backbone_dspark import block_mask
-from dspark_hf.packagings_dspark import to_dspark_dict
+from dspark_hf.model.layers_dspark import block_mask
+from dspark_hf.model.packagings_dspark import to_dspark_dict
 
 # What make_drafter's drafters are, in Qwen3's words.
 BACKBONE = {

@@ -18,7 +18,8 @@ from hub_server import HubServer
 from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModel
 
-from dspark_hf import DSparkConfig, DSparkDraftModel, cli, modeling_dspark
+from dspark_hf import DSparkConfig, DSparkDraftModel, cli
+from dspark_hf.model import modeling_dspark
 
 CODE = {file.name for file in Path(modeling_dspark.__file__).parent.glob("*_dspark.py")}
 AUTO_MAP = {"AutoConfig": "configuration_dspark.DSparkConfig", "AutoModel": "modeling_dspark.DSparkDraftModel"}
@@ -227,7 +228,7 @@ def hub(monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("dspark_hf.publishing.hub.get_token", lambda: None)
+        monkeypatch.setattr("dspark_hf.publishing.push.get_token", lambda: None)
         yield server
 
 

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dspark_hf import generate_batch
-from dspark_hf.configuration_dspark import CALIBRATION_FIELDS
-from dspark_hf.decoding.likely_mistakes import likely_mistakes
+from dspark_hf.decoding.checks import likely_mistakes
 from dspark_hf.doctor.examine import examine
 from dspark_hf.doctor.probe import probe_texts
 from dspark_hf.evaluation.prompt_sets import first_of_each_domain, load_conversations
-from dspark_hf.finding import DEFAULT_DRAFTER, drafter_folder
-from dspark_hf.pairs import DEFAULT_TARGET, load_drafter, load_target, resolve_target
-from dspark_hf.texts import encode_messages
+from dspark_hf.loading.chat_template import encode_messages
+from dspark_hf.loading.finding import DEFAULT_DRAFTER, drafter_folder
+from dspark_hf.loading.pairs import DEFAULT_TARGET, load_drafter, load_target, resolve_target
+from dspark_hf.model.configuration_dspark import CALIBRATION_FIELDS
 
 
 def available() -> bool:

@@ -17,7 +17,7 @@ from dspark_hf.evaluation.completion import DecodingOptions
 from dspark_hf.evaluation.prompt_sets import Conversation
 from dspark_hf.evaluation.replay import decode_texts, read_text, replay, replay_all
 from dspark_hf.evaluation.samples import AnsweredTurn
-from dspark_hf.pairs import Target
+from dspark_hf.loading.pairs import Target
 
 
 def make_pairs(**target_settings) -> tuple[Target, dict]:

@@ -16,7 +16,7 @@ from dspark_hf import FixedLength, LookaheadScheduler, StepRates
 from dspark_hf.decoding.compat import CACHE_ARGUMENT, cache_of
 from dspark_hf.decoding.hook import check_pair
 from dspark_hf.decoding.profiling import ProfilePlan, measure_step_rates
-from dspark_hf.decoding.rewinding import Rewinder
+from dspark_hf.decoding.rollback import Rewinder
 
 
 def states_of(cache) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ import uvicorn
 from conftest import make_drafter, make_target, make_tokenizer
 
 from dspark_hf import BatchEngine, FixedLength
-from dspark_hf.pairs import Target
+from dspark_hf.loading.pairs import Target
 from dspark_hf.scheduling.batch import PerRequest
 from dspark_hf.serving.api import ServerLimits, make_app
 from dspark_hf.serving.text import TextStream

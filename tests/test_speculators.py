@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import make_drafter, make_target
 
-from dspark_hf.conversion import convert
+from dspark_hf.publishing.convert import convert
 
 pytestmark = pytest.mark.speculators
 speculators = pytest.importorskip("speculators", reason="needs `make test-speculators`'s environment")

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer, StaticSlidingWindowLayer
 
 from dspark_hf import FixedLength
 from dspark_hf.decoding.compat import CACHE_ARGUMENT, cache_of
-from dspark_hf.decoding.rewinding import Rewinder
+from dspark_hf.decoding.rollback import Rewinder
 
 FAMILIES = ("llama", "gemma3")  # the second has static sliding layers, of six tokens here
 

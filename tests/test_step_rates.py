@@ -8,9 +8,10 @@ from conftest import make_drafter, make_target, prompt_ids
 from test_admission import outcome
 
 from dspark_hf import DSparkDraftModel, StepRates, scheduled, step_rates_of
-from dspark_hf.decoding import linear_forms, profiling
+from dspark_hf.decoding import profiling
 from dspark_hf.decoding.profiling import ProfilePlan, measure_step_rates, table_key
-from dspark_hf.scheduling.step_rates import load_step_rates, table_path
+from dspark_hf.linear import linear_forms
+from dspark_hf.scheduling.step_costs import load_step_rates, table_path
 
 JAGGED = {1: 0.062, 2: 0.096, 3: 0.119, 4: 0.096, 6: 0.086, 8: 0.091}
 

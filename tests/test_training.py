@@ -9,8 +9,8 @@ import torch
 from conftest import make_drafter, make_target, make_tokenizer, prompt_ids
 from tiny_targets import make_hybrid, make_vision_target
 
-from dspark_hf.pairs import Target
-from dspark_hf.texts import messages_of
+from dspark_hf.loading.chat_template import messages_of
+from dspark_hf.loading.pairs import Target
 from dspark_hf.training.anchors import draw_anchors, make_blocks
 from dspark_hf.training.batched_decode import TextRequest, decode_batched, supports_slots
 from dspark_hf.training.features import FeatureStore, check_logits, compute_features

@@ -7,7 +7,7 @@ import torch
 from conftest import make_target, make_tokenizer
 
 from dspark_hf import DSparkDraftModel
-from dspark_hf.pairs import Target
+from dspark_hf.loading.pairs import Target
 from dspark_hf.training.pipeline import TrainOptions, run_training
 from dspark_hf.training.responses import Answer
 from dspark_hf.training.vocabulary import coverage_of, covering_size, frequent_tokens

@@ -13,10 +13,30 @@ import typer
 from rich.text import Text
 
 # Registers the commands, in the order of the help text.
-from . import convert, doctor, drafters, generate, measure, publish, serve, train
+from . import (
+    convert_command,
+    doctor_command,
+    drafters_command,
+    generate_command,
+    measure_commands,
+    publish_command,
+    serve_command,
+    train_command,
+)
 from .app import app, err
 
-__all__ = ["app", "convert", "doctor", "drafters", "generate", "main", "measure", "publish", "serve", "train"]
+__all__ = [
+    "app",
+    "convert_command",
+    "doctor_command",
+    "drafters_command",
+    "generate_command",
+    "main",
+    "measure_commands",
+    "publish_command",
+    "serve_command",
+    "train_command",
+]
 
 
 def main() -> None:

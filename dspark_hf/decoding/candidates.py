@@ -15,15 +15,15 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import CandidateGenerator
 from transformers.utils import logging
 
-from ..drafting_dspark import Admission, DraftBlock, in_target_vocabulary
-from ..modeling_dspark import DSparkDraftModel
+from ..model.modeling_dspark import DSparkDraftModel
+from ..model.sampler_dspark import Admission, DraftBlock, in_target_vocabulary
+from ..scheduling.acceptance_estimate import Expectation
 from ..scheduling.admission import ConfidenceThreshold, FixedLength, GuardedLength, RoundOutcome, RoundPolicy
-from ..scheduling.belief import Expectation
 from ..scheduling.lookahead import LookaheadScheduler
-from ..scheduling.step_rates import StepRates
-from .context import MOST_PENDING, DraftContext
-from .lookup import MOST_TOKENS, Copy, TextLookup
+from ..scheduling.step_costs import StepRates
+from .draft_context import MOST_PENDING, DraftContext
 from .profiling import step_rates_of
+from .prompt_lookup import MOST_TOKENS, Copy, TextLookup
 from .stats import RoundRecord
 from .targets import placeholder_ids
 

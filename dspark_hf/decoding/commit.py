@@ -16,9 +16,9 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from ..drafting_dspark import scores_dtype
+from ..model.sampler_dspark import scores_dtype
+from .acceptance import verify_block, verify_greedy
 from .sampling import process_rows
-from .verification import verify_block, verify_greedy
 
 
 @dataclass(frozen=True)

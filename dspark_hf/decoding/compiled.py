@@ -16,11 +16,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.utils import ModelOutput
 
-from ..modeling_dspark import DSparkDraftModel
+from ..model.modeling_dspark import DSparkDraftModel
 from ..scheduling.admission import RoundPolicy
 from .candidates import Policy
 from .compat import CACHE_ARGUMENT
-from .lookup import MOST_TOKENS
+from .prompt_lookup import MOST_TOKENS
 from .targets import TargetTaps
 
 # Each number of rows is a CUDA graph to record, and with static shapes a compilation. Doubling wastes less than half of a

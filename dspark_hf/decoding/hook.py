@@ -15,10 +15,10 @@ from transformers import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
-from ..modeling_dspark import DSparkDraftModel
-from .likely_mistakes import likely_mistakes
-from .loop import speculative_decoding
-from .rewinding import check_rewinding
+from ..model.modeling_dspark import DSparkDraftModel
+from .checks import likely_mistakes
+from .rollback import check_rewinding
+from .speculative import speculative_decoding
 from .targets import check_layer_ids
 
 _DECODE_ARGUMENTS = {

@@ -23,13 +23,13 @@ import transformers
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
-from ..configuration_dspark import CALIBRATION_FIELDS
-from ..modeling_dspark import DSparkDraftModel
+from ..linear.linear_choices import cpu_name
+from ..linear.linear_layers import linear_layers_of, tuned
+from ..model.configuration_dspark import CALIBRATION_FIELDS
+from ..model.modeling_dspark import DSparkDraftModel
 from ..scheduling.admission import FixedLength
-from ..scheduling.step_rates import StepRates, load_step_rates
-from .linear_choices import cpu_name
-from .linear_layers import linear_layers_of, tuned
-from .lookup import MOST_TOKENS
+from ..scheduling.step_costs import StepRates, load_step_rates
+from .prompt_lookup import MOST_TOKENS
 from .quick_forward import grouped_attention
 from .stats import synchronize
 from .trial_forwards import context_length, filled_cache, quiet_progress, target_run

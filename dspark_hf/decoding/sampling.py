@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from transformers import LogitsProcessorList
 
-from ..drafting_dspark import apply_processors, are_value_only, draw_tokens
+from ..model.sampler_dspark import apply_processors, are_value_only, draw_tokens
 
 __all__ = ["draw_tokens", "flip", "process_rows"]
 

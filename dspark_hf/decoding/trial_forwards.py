@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from .compat import CACHE_ARGUMENT
-from .rewinding import Rewinder
+from .rollback import Rewinder
 
 
 @contextmanager

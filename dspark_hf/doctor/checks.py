@@ -18,12 +18,12 @@ from transformers import DynamicCache
 from transformers.utils import cached_file
 
 from ..decoding import hook
+from ..decoding.checks import Mistake
 from ..decoding.compat import CACHE_ARGUMENT, cache_of
-from ..decoding.likely_mistakes import Mistake
 from ..decoding.targets import check_layer_ids
-from ..modeling_dspark import DSparkDraftModel
-from ..packagings_dspark import packaging_of
-from ..pairs import Target
+from ..loading.pairs import Target
+from ..model.modeling_dspark import DSparkDraftModel
+from ..model.packagings_dspark import packaging_of
 from .report import FAILED, OK, SKIPPED, WARNING, Check
 
 _CACHE_TOKENS = 1000  # what cache sizes are told for

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..decoding.likely_mistakes import likely_mistakes
+from ..decoding.checks import likely_mistakes
 from ..decoding.profiling import step_rates_of
-from ..modeling_dspark import DSparkDraftModel
-from ..pairs import Target, drafter_folder, load_drafter
+from ..loading.pairs import Target, drafter_folder, load_drafter
+from ..model.modeling_dspark import DSparkDraftModel
 from ..training.responses import Answer
 from . import checks, findings
 from .probe import BLOCK_FORMS, probe, probe_texts

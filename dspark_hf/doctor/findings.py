@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..scheduling.step_rates import StepRates
+from ..scheduling.step_costs import StepRates
 from .probe import Comparison, ProbeResult
 from .report import FAILED, OK, SKIPPED, WARNING, Check
 

@@ -20,13 +20,13 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..decoding.likely_mistakes import rope_bases
+from ..decoding.checks import rope_bases
 from ..decoding.targets import TargetTaps
 from ..decoding.trial_forwards import context_length
 from ..evaluation.prompt_sets import load_conversations
-from ..modeling_dspark import DSparkDraftModel, Qwen3RotaryEmbedding
-from ..pairs import Target
-from ..texts import encode_messages
+from ..loading.chat_template import encode_messages
+from ..loading.pairs import Target
+from ..model.modeling_dspark import DSparkDraftModel, Qwen3RotaryEmbedding
 from ..training.anchors import make_blocks
 from ..training.batched_decode import TextRequest
 from ..training.responses import Answer, decode_requests

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..backbone_dspark import block_mask, sees_everything
 from ..decoding import sampling
-from ..drafting_dspark import Candidates, calibrated_confidences, in_target_vocabulary, scores_dtype
-from ..modeling_dspark import DSparkDraftModel
+from ..model.layers_dspark import block_mask, sees_everything
+from ..model.modeling_dspark import DSparkDraftModel
+from ..model.sampler_dspark import Candidates, calibrated_confidences, in_target_vocabulary, scores_dtype
 from ..scheduling.batch import BatchPolicy
 from .cache import Group, Layout, RaggedStore
 from .sequence import Request

@@ -23,13 +23,13 @@ from transformers.utils import logging
 
 from ..decoding.commit import Text
 from ..decoding.hook import check_pair
-from ..decoding.linear_layers import tuned
 from ..decoding.stats import GenerationStats, synchronize
-from ..modeling_dspark import DSparkDraftModel
+from ..linear.linear_layers import tuned
+from ..model.modeling_dspark import DSparkDraftModel
 from ..scheduling.batch import BatchPolicy, BatchRequest, StepOutcome
-from ..scheduling.step_rates import StepRates
+from ..scheduling.step_costs import StepRates
+from .batch_policy_of import batch_policy_of, check_policy
 from .drafting import BatchDrafter
-from .policies import batch_policy_of, check_policy
 from .queue import RequestQueue, is_out_of_memory, no_memory
 from .runner import Runner, Span, SpanOutput, check_target
 from .sequence import FinishReason, Prepared, Request, RequestOutput, check_room, prepare, prompt_tensor

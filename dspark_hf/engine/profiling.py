@@ -15,13 +15,13 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..decoding.commit import Text
-from ..decoding.linear_layers import tuned
 from ..decoding.profiling import QUICK_DEPTHS, ProfilePlan, lower_quartile, measure_step_rates, table_key, timed_sweeps
 from ..decoding.stats import GenerationStats
-from ..modeling_dspark import DSparkDraftModel
+from ..linear.linear_layers import tuned
+from ..model.modeling_dspark import DSparkDraftModel
 from ..scheduling.admission import FixedLength
 from ..scheduling.batch import PerRequest
-from ..scheduling.step_rates import StepRates, load_step_rates
+from ..scheduling.step_costs import StepRates, load_step_rates
 from .drafting import BatchDrafter
 from .runner import Runner, Span
 from .sequence import Request, prepare

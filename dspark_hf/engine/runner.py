@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..decoding.compat import CACHE_ARGUMENT
 from ..decoding.targets import TargetTaps, length_dependent_rope
-from ..modeling_dspark import DSparkDraftModel
+from ..model.modeling_dspark import DSparkDraftModel
 from .cache import Layout, RaggedStore, Slot, causal_mask, is_out_of_memory
 
 _ATTENTION = "dspark_ragged"

@@ -18,13 +18,13 @@ import numpy as np
 from tqdm import tqdm
 from transformers.utils import logging
 
-from ..modeling_dspark import DSparkDraftModel
-from ..pairs import Target
+from ..loading.chat_template import encode_messages
+from ..loading.pairs import Target
+from ..model.modeling_dspark import DSparkDraftModel
 from ..scheduling.calibration import survival
-from ..texts import encode_messages
 from .completion import DecodingOptions, check_length, timed_generate
 from .intervals import Bootstrap, interval
-from .policies import using_policy
+from .policy_names import using_policy
 from .prompt_sets import Conversation
 from .samples import Journal, Sample, settings_of
 

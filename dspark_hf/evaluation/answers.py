@@ -14,9 +14,9 @@ from typing import Any
 
 from ..engine.engine import BatchEngine
 from ..engine.sequence import RequestOutput
-from ..modeling_dspark import DSparkDraftModel
-from ..pairs import Target
-from ..texts import encode_messages, messages_of, read_jsonl
+from ..loading.chat_template import encode_messages, messages_of, read_jsonl
+from ..loading.pairs import Target
+from ..model.modeling_dspark import DSparkDraftModel
 from .completion import DecodingOptions, sampling_settings
 
 _SETTINGS = ("max_new_tokens", "temperature", "top_p", "seed")

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ..configuration_dspark import CALIBRATION_FIELDS, DSparkConfig
-from ..files import holds_drafter, move_files, refuse_other_models, write_json
-from ..modeling_dspark import DSparkDraftModel
-from ..pairs import Target
+from ..loading.files import holds_drafter, move_files, refuse_other_models, write_json
+from ..loading.pairs import Target
+from ..model.configuration_dspark import CALIBRATION_FIELDS, DSparkConfig
+from ..model.modeling_dspark import DSparkDraftModel
 from ..scheduling.calibration import Calibration, expected_calibration_error, fit_calibration, survival
 from .acceptance import Rounds, collect, full_rounds
 from .completion import DecodingOptions

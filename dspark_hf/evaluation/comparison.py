@@ -23,14 +23,14 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..decoding.linear_layers import tuned
 from ..engine.runner import check_structure, check_target
-from ..modeling_dspark import DSparkDraftModel
-from ..pairs import Target
+from ..linear.linear_layers import tuned
+from ..loading.pairs import Target
+from ..model.modeling_dspark import DSparkDraftModel
 from .acceptance import MACRO, acceptance_figures, by_source, collect, groups_of
 from .completion import DecodingOptions
 from .intervals import Bootstrap, interval
-from .policies import reads_block_alone
+from .policy_names import reads_block_alone
 from .prompt_sets import Conversation
 from .replay import decode_texts, replay_all
 from .samples import Sample

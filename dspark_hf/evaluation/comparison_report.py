@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from ..files import write_json, write_text
+from ..loading.files import write_json, write_text
 from . import html
 from .acceptance import MACRO
 from .report import make_table, with_margin

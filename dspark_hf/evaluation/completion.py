@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedModel, TextStreamer
 
 from ..decoding.stats import GenerationStats, synchronize
-from ..modeling_dspark import DSparkDraftModel
-from ..pairs import Target
-from ..texts import encode_messages
+from ..loading.chat_template import encode_messages
+from ..loading.pairs import Target
+from ..model.modeling_dspark import DSparkDraftModel
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,17 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..decoding.linear_layers import tuned
 from ..decoding.stats import synchronize
+from ..engine.batch_policy_of import for_many
 from ..engine.engine import BatchEngine
-from ..engine.policies import for_many
 from ..engine.profiling import batch_rates_of
 from ..engine.stats import StepRecord
-from ..modeling_dspark import DSparkDraftModel
-from ..pairs import Target
-from ..texts import encode_messages
+from ..linear.linear_layers import tuned
+from ..loading.chat_template import encode_messages
+from ..loading.pairs import Target
+from ..model.modeling_dspark import DSparkDraftModel
 from .completion import DecodingOptions, check_length, sampling_settings
-from .policies import OWN, make_policy
+from .policy_names import OWN, make_policy
 from .prompt_sets import Conversation
 
 PADDED, PLAIN, DSPARK = "padded", "plain", "dspark"

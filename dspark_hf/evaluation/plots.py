@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..files import write_bytes
+from ..loading.files import write_bytes
 from ..scheduling.calibration import reliability, survival
-from ..scheduling.step_rates import StepRates
+from ..scheduling.step_costs import StepRates
 from .calibrate import CalibrationReport
 from .intervals import wilson_interval
 

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..texts import messages_of, read_jsonl
+from ..loading.chat_template import messages_of, read_jsonl
 
 _BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 

@@ -25,18 +25,18 @@ from transformers.utils import logging
 
 from ..decoding import sampling
 from ..decoding.candidates import DSparkCandidateGenerator, policy_of
-from ..decoding.context import DraftContext
-from ..decoding.linear_layers import tuned
+from ..decoding.draft_context import DraftContext
 from ..decoding.targets import TargetTaps
-from ..drafting_dspark import scores_dtype
 from ..engine.engine import BatchEngine
 from ..engine.sequence import Prepared, RequestOutput, prepare
-from ..modeling_dspark import DSparkDraftModel
-from ..pairs import Target
-from ..texts import encode_messages
+from ..linear.linear_layers import tuned
+from ..loading.chat_template import encode_messages
+from ..loading.pairs import Target
+from ..model.modeling_dspark import DSparkDraftModel
+from ..model.sampler_dspark import scores_dtype
 from .acceptance import fingerprint, turn_seed
 from .completion import DecodingOptions, check_length, sampling_settings
-from .policies import using_policy
+from .policy_names import using_policy
 from .prompt_sets import Conversation
 from .samples import AnsweredTurn, Journal, Sample, settings_of
 

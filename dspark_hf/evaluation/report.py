@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ..scheduling.step_rates import StepRates
+from ..scheduling.step_costs import StepRates
 from .calibrate import CalibrationReport
 
 _BENCH_COLUMNS = (

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ..files import write_text
-from ..pairs import Target
+from ..loading.files import write_text
+from ..loading.pairs import Target
 from .completion import DecodingOptions
 from .prompt_sets import Conversation
 

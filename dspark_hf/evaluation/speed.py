@@ -19,15 +19,15 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from ..decoding.compat import CACHE_ARGUMENT
-from ..decoding.linear_layers import tuned
 from ..decoding.profiling import ProfilePlan, measure_step_rates
 from ..decoding.quick_forward import grouped_attention, grow_in_place, ordinary_buffers
 from ..decoding.stats import GenerationStats
-from ..modeling_dspark import DSparkDraftModel
-from ..pairs import Target
-from ..texts import encode_messages
+from ..linear.linear_layers import tuned
+from ..loading.chat_template import encode_messages
+from ..loading.pairs import Target
+from ..model.modeling_dspark import DSparkDraftModel
 from .completion import DecodingOptions, check_length, timed_generate
-from .policies import OWN, using_policy
+from .policy_names import OWN, using_policy
 from .prompt_sets import Conversation
 
 _LOOKUP_TOKENS = 10  # transformers' own example value

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import write_json, write_text
-from ..modeling_dspark import DSparkDraftModel
+from ..loading.files import write_json, write_text
+from ..model.modeling_dspark import DSparkDraftModel
 from ..scheduling.calibration import expected_calibration_error, survival
 from . import html
 from .acceptance import Sample, full_rounds, grouped, threshold_sweep

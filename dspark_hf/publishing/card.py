@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
-from ..configuration_dspark import DSparkConfig
-from ..files import is_hub_id, write_text
+from ..loading.files import is_hub_id, write_text
+from ..model.configuration_dspark import DSparkConfig
 from .facts import Facts, read_facts
 
 CARD = "README.md"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .. import modeling_dspark
-from ..configuration_dspark import DSparkConfig
-from ..modeling_dspark import DSparkDraftModel
+from ..model import modeling_dspark
+from ..model.configuration_dspark import DSparkConfig
+from ..model.modeling_dspark import DSparkDraftModel
 
 AUTO_MAP = {
     cls._auto_class: f"{cls.__module__.split('.')[-1]}.{cls.__name__}" for cls in (DSparkConfig, DSparkDraftModel)

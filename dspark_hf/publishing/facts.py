@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..configuration_dspark import DSparkConfig
-from ..files import holds_drafter
+from ..loading.files import holds_drafter
+from ..model.configuration_dspark import DSparkConfig
 
 Rows = list[list[str]]
 TRAINING, BENCH, CALIBRATION, RELIABILITY = "training.json", "bench.json", "calibration.json", "reliability.png"

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from ..drafting_dspark import Admission
-from .step_rates import StepRates
+from ..model.sampler_dspark import Admission
+from .step_costs import StepRates
 
 
 @dataclass(frozen=True)

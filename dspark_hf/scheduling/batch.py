@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..drafting_dspark import Admission
+from ..model.sampler_dspark import Admission
 from .admission import FixedLength, RoundOutcome, RoundPolicy, continued, prefix_lengths, ranked_pairs
-from .step_rates import StepRates
+from .step_costs import StepRates
 
 _MOST_BACKLOG = 16  # context tokens a request: a draft that first took in more says nothing of the usual one
 

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from .acceptance_estimate import SPREAD, Belief, Expectation, RunRate
 from .admission import Parking, ranked_pairs
 from .batch import BatchRequest, StepOutcome, correct_rates, draft_seconds, mean_depth
-from .belief import SPREAD, Belief, Expectation, RunRate
-from .step_rates import StepRates
+from .step_costs import StepRates
 
 
 @dataclass

@@ -17,9 +17,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .acceptance_estimate import SPREAD, Belief, Expectation, RunRate
 from .admission import Parking, RoundOutcome
-from .belief import SPREAD, Belief, Expectation, RunRate
-from .step_rates import StepRates
+from .step_costs import StepRates
 
 
 @dataclass

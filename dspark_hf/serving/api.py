@@ -21,8 +21,8 @@ from starlette.exceptions import HTTPException
 from transformers.utils import logging
 
 from ..engine.engine import BatchEngine
-from ..pairs import Target
-from ..texts import encode_messages
+from ..loading.chat_template import encode_messages
+from ..loading.pairs import Target
 from .answers import Answer, Piece
 from .errors import ApiError
 from .limits import Gate

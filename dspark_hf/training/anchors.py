@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..backbone_dspark import block_mask, sees_everything
-from ..configuration_dspark import DSparkConfig
+from ..model.configuration_dspark import DSparkConfig
+from ..model.layers_dspark import block_mask, sees_everything
 
 
 @dataclass(frozen=True)

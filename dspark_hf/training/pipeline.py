@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ..configuration_dspark import DSparkConfig
 from ..decoding.targets import eos_ids
-from ..files import move_files, refuse_other_models
-from ..modeling_dspark import DSparkDraftModel
-from ..pairs import Target
+from ..loading.files import move_files, refuse_other_models
+from ..loading.pairs import Target
+from ..model.configuration_dspark import DSparkConfig
+from ..model.modeling_dspark import DSparkDraftModel
 from .features import FeatureStore, check_logits, compute_features
 from .losses import LossWeights
 from .prompts import AnswerPlan, Prompt, load_prompts, plan_answers

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from ..texts import encode_messages, messages_of, read_jsonl
+from ..loading.chat_template import encode_messages, messages_of, read_jsonl
 
 _SENTINEL = "\u241f"  # a character that no chat template writes by itself
 

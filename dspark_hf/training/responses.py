@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..decoding.targets import eos_ids
-from ..texts import encode_messages, read_jsonl
+from ..loading.chat_template import encode_messages, read_jsonl
 from .batched_decode import TextRequest, TextResult, decode_batched, supports_slots
 from .prompts import AnswerPlan, Prompt, user_turn_prefix
 

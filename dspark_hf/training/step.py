@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..modeling_dspark import DSparkDraftModel
+from ..model.modeling_dspark import DSparkDraftModel
 from .anchors import Blocks, make_blocks, position_weights
 from .features import Features
 from .losses import DraftLosses, LossWeights, draft_losses

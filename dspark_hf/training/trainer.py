@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 from transformers.utils import logging
 
-from ..modeling_dspark import DSparkDraftModel
+from ..model.modeling_dspark import DSparkDraftModel
 from .anchors import draw_anchors
 from .features import FeatureStore
 from .losses import LossWeights, expected_accept_length

@@ -15,7 +15,7 @@ import math
 import torch
 from torch.nn import functional as F
 
-from ..modeling_dspark import DSparkDraftModel
+from ..model.modeling_dspark import DSparkDraftModel
 from .anchors import make_blocks, position_weights
 from .losses import DraftLosses, LossWeights, soft_cross_entropy_losses
 from .step import Batch, DraftTrainingStep, StepOutput

@@ -8,13 +8,13 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from ..decoding.candidates import policy_of
-from ..drafting_dspark import Admission
-from ..modeling_dspark import DSparkDraftModel
+from ..model.modeling_dspark import DSparkDraftModel
+from ..model.sampler_dspark import Admission
 from ..scheduling.admission import LaggedScheduler, ThroughputScheduler
 from ..scheduling.batch import BatchLagged, BatchPolicy, BatchThroughput, PerRequest
 from ..scheduling.batch_lookahead import BatchLookahead
 from ..scheduling.lookahead import LookaheadScheduler
-from ..scheduling.step_rates import StepRates
+from ..scheduling.step_costs import StepRates
 from .profiling import batch_rates_of
 
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from ..finding import AUTO
-from ..pairs import DEFAULT_TARGET
+from ..loading.finding import AUTO
+from ..loading.pairs import DEFAULT_TARGET
 from .app import DeviceOption, DrafterOption, DtypeOption, TargetOption, app, at_least, err, out, writable_file
 
 
@@ -30,7 +30,7 @@ def generate(
 ) -> None:
     """Answer one prompt with target and drafter."""
     from ..evaluation.completion import DecodingOptions, complete
-    from ..pairs import load_pair
+    from ..loading.pairs import load_pair
 
     if not prompt.strip():
         raise ValueError("The prompt is empty. Give some text with --prompt.")
@@ -81,8 +81,8 @@ def batch(
 
     from ..evaluation.answers import answer_all, read_questions
     from ..evaluation.completion import DecodingOptions
-    from ..files import write_text
-    from ..pairs import load_pair
+    from ..loading.files import write_text
+    from ..loading.pairs import load_pair
 
     at_least(max_sequences, 1, "--max-sequences")
     writable_file(out_file)
@@ -138,7 +138,7 @@ def race(
 ) -> None:
     """Plain decoding against DSpark in the terminal: the same prompt, greedy, one after the other."""
     from ..evaluation.completion import DecodingOptions, complete
-    from ..pairs import load_pair
+    from ..loading.pairs import load_pair
 
     at_least(max_new_tokens, 1, "--max-new-tokens")
     with err.status("Loading target and drafter"):

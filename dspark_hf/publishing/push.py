@@ -16,9 +16,9 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFound
 from huggingface_hub.utils import filter_repo_objects
 from safetensors import SafetensorError, safe_open
 
-from ..configuration_dspark import DSparkConfig
-from ..files import is_hub_id
-from ..hub import hub_is_reachable
+from ..loading.files import is_hub_id
+from ..loading.hub_files import hub_is_reachable
+from ..model.configuration_dspark import DSparkConfig
 from .card import CARD, read_card
 from .code import AUTO_MAP, code_files
 from .facts import TRAINING, check_drafter

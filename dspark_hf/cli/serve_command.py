@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..finding import AUTO
-from ..pairs import DEFAULT_TARGET
+from ..loading.finding import AUTO
+from ..loading.pairs import DEFAULT_TARGET
 from .app import DeviceOption, DrafterOption, DtypeOption, TargetOption, app, at_least, err, need_modules
 
 
@@ -45,7 +45,7 @@ def serve(
     import uvicorn
 
     from ..engine.engine import BatchEngine
-    from ..pairs import load_pair
+    from ..loading.pairs import load_pair
     from ..serving.api import ServerLimits, make_app
 
     try:  # before anything is loaded

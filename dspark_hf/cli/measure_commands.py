@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..finding import AUTO
-from ..pairs import DEFAULT_TARGET
+from ..loading.finding import AUTO
+from ..loading.pairs import DEFAULT_TARGET
 from .app import (
     DeviceOption,
     DrafterOption,
@@ -69,12 +69,12 @@ def bench(
     """Measure plain decoding, DSpark and prompt lookup on the same prompts in one run, or many requests at once."""
     from ..evaluation.completion import DecodingOptions
     from ..evaluation.concurrency import run_concurrency
-    from ..evaluation.policies import check_policy
+    from ..evaluation.policy_names import check_policy
     from ..evaluation.prompt_sets import first_of_each_domain, load_conversations
     from ..evaluation.report import bench_table, concurrency_table
     from ..evaluation.speed import run_bench, step_seconds, summarise
-    from ..files import write_json
-    from ..pairs import load_pair
+    from ..loading.files import write_json
+    from ..loading.pairs import load_pair
     from ..scheduling.admission import FixedLength
 
     at_least(max_new_tokens, 2, "--max-new-tokens")
@@ -136,7 +136,7 @@ def profile(
 
     from ..decoding.profiling import ProfilePlan, measure_step_rates
     from ..evaluation.report import step_rate_table
-    from ..pairs import load_pair
+    from ..loading.pairs import load_pair
 
     at_least(max_rows, 1, "--max-rows")
     plan = ProfilePlan(tuple(range(1, max_rows + 1)), numbers(depths, int, "--depths"), sweeps)
@@ -185,7 +185,7 @@ def calibrate(
     from ..evaluation.completion import DecodingOptions
     from ..evaluation.prompt_sets import load_conversations
     from ..evaluation.report import calibration_table
-    from ..pairs import choose_drafter, drafter_folder, load_pair
+    from ..loading.pairs import choose_drafter, drafter_folder, load_pair
 
     at_least(max_new_tokens, 8, "--max-new-tokens")
     at_least(temperature, 0, "--temperature")
@@ -263,11 +263,11 @@ def evaluate(
     from ..evaluation.acceptance import collect
     from ..evaluation.comparison import named_drafters, with_windows
     from ..evaluation.completion import DecodingOptions
-    from ..evaluation.policies import check_confidences, check_policy
+    from ..evaluation.policy_names import check_confidences, check_policy
     from ..evaluation.prompt_sets import load_conversations
     from ..evaluation.report import evaluation_table
     from ..evaluation.summary import summarise_evaluation, write_report
-    from ..pairs import choose_drafter, load_drafter, load_target
+    from ..loading.pairs import choose_drafter, load_drafter, load_target
 
     at_least(max_new_tokens, 2, "--max-new-tokens")
     temperatures = numbers(temperature, float, "--temperature")

@@ -23,7 +23,7 @@ def convert(
     json_output: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
     """Write a drafter in another form, for vLLM, SGLang or DeepSpec; refuses where it would draft otherwise."""
-    from ..conversion import convert as write
+    from ..publishing.convert import convert as write
 
     done = write(source, destination, to, target)
     if json_output:

@@ -20,16 +20,16 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput
 
-from ..drafting_dspark import DraftBlock
-from ..modeling_dspark import DSparkDraftModel
+from ..linear.linear_layers import tuned
+from ..model.modeling_dspark import DSparkDraftModel
+from ..model.sampler_dspark import DraftBlock
 from .candidates import DSparkCandidateGenerator, policy_of
 from .commit import Choice, Text, choose
 from .compat import CACHE_ARGUMENT, cache_of
 from .compiled import CompiledForward, compiled_forward, uncompiled
-from .context import context_of, keep_context
-from .linear_layers import tuned
+from .draft_context import context_of, keep_context
 from .quick_forward import grouped_attention, ordinary_buffers
-from .rewinding import Rewinder, check_cache, check_room
+from .rollback import Rewinder, check_cache, check_room
 from .stats import GenerationStats, RoundRecord, synchronize
 from .targets import TargetTaps, check_image_mask, length_dependent_rope, most_read_alike
 

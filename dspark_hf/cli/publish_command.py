@@ -62,7 +62,7 @@ def push(
     """Upload a drafter's folder with its card and the code that loads it anywhere."""
     from dataclasses import asdict
 
-    from ..publishing.hub import push as upload
+    from ..publishing.push import push as upload
 
     done = upload(folder, repo, private=private, token=token, revision=revision, dry_run=dry_run)
     if json_output:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..pairs import AUTO, DEFAULT_TARGET
+from ..loading.pairs import AUTO, DEFAULT_TARGET
 from .app import DeviceOption, DrafterOption, DtypeOption, TargetOption, app, out
 
 
@@ -25,7 +25,7 @@ def doctor(
     """Check that a drafter fits its target and is read rightly; exit code 1 where a check failed."""
     from ..doctor.examine import examine
     from ..doctor.report import report_table, verdict
-    from ..pairs import choose_drafter, load_target
+    from ..loading.pairs import choose_drafter, load_target
 
     drafter = choose_drafter(drafter, target)
     report = examine(load_target(target, device, dtype), drafter, speed)

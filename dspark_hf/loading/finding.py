@@ -20,7 +20,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import cached_file, logging
 
-from .hub import hub_is_reachable
+from .hub_files import hub_is_reachable
 
 AUTO = "auto"  # in place of a drafter's name: the known one of the target
 DEFAULT_DRAFTER = "smollm2-135m-instruct-dspark"
@@ -109,7 +109,7 @@ def drafter_folder(name: str) -> str:
     """The default drafter's folder in a checkout of this repository; any other name as it is, but for a ~ before it."""
     if name != DEFAULT_DRAFTER:
         return os.path.expanduser(name)
-    folder = Path(__file__).parent.parent / "model_cards" / name
+    folder = Path(__file__).parents[2] / "model_cards" / name
     if not (folder / "model.safetensors").is_file():
         raise OSError(
             f"The default drafter is not at {folder}: it comes with the repository's checkout. Give --drafter, or train "

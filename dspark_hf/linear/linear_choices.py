@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
-from ..files import cache_folder, write_json
+from ..decoding.trial_forwards import quiet_progress
+from ..loading.files import cache_folder, write_json
 from .linear_forms import Unit
-from .trial_forwards import quiet_progress
 
 logger = logging.get_logger(__name__)
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 128)  # measured; in between the next one's choice, beyond the last's

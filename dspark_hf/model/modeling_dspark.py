@@ -22,9 +22,13 @@ from transformers.cache_utils import Cache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.utils import ModelOutput, logging
 
-from .backbone_dspark import DSparkLayer, RMSNorm, block_mask, sees_everything
 from .configuration_dspark import DSparkConfig
-from .drafting_dspark import (
+from .eagle3_dspark import Eagle3Layer, draft_autoregressively
+from .gemma4_dspark import Gemma4Layer
+from .heads_dspark import ConfidenceHead, make_markov_head
+from .layers_dspark import DSparkLayer, RMSNorm, block_mask, sees_everything
+from .pretrained_dspark import DSparkPreTrainedModel
+from .sampler_dspark import (
     LARGE_VOCABULARY,
     TOP_CANDIDATES,
     Admission,
@@ -33,10 +37,6 @@ from .drafting_dspark import (
     SequentialLoop,
     scores_dtype,
 )
-from .eagle3_dspark import Eagle3Layer, draft_autoregressively
-from .gemma4_dspark import Gemma4Layer
-from .heads_dspark import ConfidenceHead, make_markov_head
-from .pretrained_dspark import DSparkPreTrainedModel
 
 _LAYERS = {"qwen3": DSparkLayer, "gemma4": Gemma4Layer, "eagle3": Eagle3Layer}
 logger = logging.get_logger(__name__)

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from ..modeling_dspark import DSparkDraftModel
+from ..model.modeling_dspark import DSparkDraftModel
 from .quick_forward import grow_in_place
 
 logger = logging.get_logger(__name__)

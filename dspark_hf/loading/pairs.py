@@ -20,10 +20,10 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..model.modeling_dspark import DSparkDraftModel
 from .files import cache_folder
 from .finding import AUTO, drafter_folder, find_drafter
-from .hub import hub_is_reachable, where_to_load
-from .modeling_dspark import DSparkDraftModel
+from .hub_files import hub_is_reachable, where_to_load
 
 DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -166,7 +166,7 @@ def load_drafter(
 
     "auto" is the target's known drafter. Without a target it has `dtype`; "auto" is the checkpoint's own.
     """
-    from .decoding.hook import check_pair
+    from ..decoding.hook import check_pair
 
     if target is not None:
         name = choose_drafter(name, target)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .backbone_dspark import DSparkAttention, DSparkMLP, RMSNorm
 from .configuration_dspark import DSparkConfig
+from .layers_dspark import DSparkAttention, DSparkMLP, RMSNorm
 
 
 class Gemma4Attention(DSparkAttention):

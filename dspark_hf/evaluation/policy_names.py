@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from ..decoding.candidates import scheduled
 from ..decoding.profiling import step_rates_of
-from ..drafting_dspark import Admission
-from ..modeling_dspark import DSparkDraftModel
+from ..model.modeling_dspark import DSparkDraftModel
+from ..model.sampler_dspark import Admission
 from ..scheduling.admission import ConfidenceThreshold, FixedLength, LaggedScheduler, ThroughputScheduler
 
 OWN = "own"

@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from .backbone_dspark import DSparkAttention, DSparkMLP, RMSNorm
 from .configuration_dspark import DSparkConfig
-from .drafting_dspark import Candidates, DraftBlock, SequentialLoop, scores_dtype
+from .layers_dspark import DSparkAttention, DSparkMLP, RMSNorm
+from .sampler_dspark import Candidates, DraftBlock, SequentialLoop, scores_dtype
 
 if TYPE_CHECKING:
     from .modeling_dspark import DSparkDraftModel

@@ -13,8 +13,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..files import is_hub_id
-from ..modeling_dspark import DSparkDraftModel
+from ..loading.files import is_hub_id
+from ..model.modeling_dspark import DSparkDraftModel
 from .targets import eos_ids
 
 # What readers take for a rope base that a config does not give where they look.

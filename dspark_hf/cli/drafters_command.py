@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ..finding import known_drafters
+from ..loading.finding import known_drafters
 from .app import app, out
 
 

@@ -26,10 +26,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..modeling_dspark import DSparkDraftModel
+from ..decoding.trial_forwards import context_length, filled_cache, target_run
+from ..model.modeling_dspark import DSparkDraftModel
 from .linear_choices import ROWS, RunOf, chosen_forms, passes_through
 from .linear_forms import EXACT_FORMS, ROUNDED_FORM, Unit, arranged, can_pack, keeps_copy, product, units_of
-from .trial_forwards import context_length, filled_cache, target_run
 
 logger = logging.get_logger(__name__)
 PRECISIONS = ("float32", ROUNDED_FORM)

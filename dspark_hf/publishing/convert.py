@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from .configuration_dspark import CALIBRATION_FIELDS, DSparkConfig
-from .modeling_dspark import DSparkDraftModel
-from .pairs import load_drafter, load_model
+from ..loading.pairs import load_drafter, load_model
+from ..model.configuration_dspark import CALIBRATION_FIELDS, DSparkConfig
+from ..model.modeling_dspark import DSparkDraftModel
 
 FORMS = ("dspark", "deepspec", "speculators")
 _SPECULATORS_VERSION = "0.9.0"

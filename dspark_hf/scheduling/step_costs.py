@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
-from ..files import cache_folder, write_json
+from ..loading.files import cache_folder, write_json
 
 if TYPE_CHECKING:
     from .admission import RoundOutcome

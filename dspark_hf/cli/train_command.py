@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..pairs import DEFAULT_TARGET
+from ..loading.pairs import DEFAULT_TARGET
 from .app import DeviceOption, TargetOption, app, at_least, err, existing_file, numbers, out
 
 
@@ -70,7 +70,7 @@ def train(
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Train a drafter: answers by the target, features, training. Goes on where an earlier run stopped."""
-    from ..pairs import load_target
+    from ..loading.pairs import load_target
     from ..training.pipeline import METHODS, TrainOptions, run_training
 
     for value, low, option in (
