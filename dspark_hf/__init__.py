@@ -6,19 +6,19 @@
 from transformers import AutoConfig, AutoModel
 
 from .decoding import hook
-from .decoding.candidates import scheduled
+from .decoding.default_policy import scheduled
+from .decoding.options import DraftingOptions
 from .decoding.profiling import step_rates_of
-from .decoding.stats import GenerationStats
-from .engine.engine import BatchEngine
-from .engine.generate import generate_batch
-from .engine.sequence import RequestOutput
+from .decoding.statistics import GenerationStats
+from .engine.engine import BatchEngine, generate_batch
+from .engine.request import RequestOutput
 from .loading.pairs import load_known_drafter
 from .model.configuration_dspark import DSparkConfig
 from .model.modeling_dspark import DSparkDraftModel, DSparkDraftOutput
 from .model.sampler_dspark import DraftBlock
 from .scheduling.acceptance_estimate import Expectation
-from .scheduling.admission import ConfidenceThreshold, FixedLength, GuardedLength, LaggedScheduler, ThroughputScheduler
 from .scheduling.lookahead import LookaheadScheduler
+from .scheduling.policy import ConfidenceThreshold, FixedLength, GuardedLength, LaggedScheduler, ThroughputScheduler
 from .scheduling.step_costs import StepRates
 
 __version__ = "0.1.0"
@@ -26,6 +26,7 @@ __version__ = "0.1.0"
 AutoConfig.register("dspark", DSparkConfig, exist_ok=True)
 AutoModel.register(DSparkConfig, DSparkDraftModel, exist_ok=True)
 DSparkDraftModel._load_for_target = staticmethod(load_known_drafter)
+DSparkDraftModel._default_options = DraftingOptions
 hook.install()
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "DSparkDraftModel",
     "DSparkDraftOutput",
     "DraftBlock",
+    "DraftingOptions",
     "Expectation",
     "FixedLength",
     "GuardedLength",

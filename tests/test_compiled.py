@@ -10,10 +10,10 @@ from tiny_targets import make_hybrid
 from transformers import CompileConfig, StaticCache
 
 from dspark_hf import ConfidenceThreshold, FixedLength, GuardedLength, LookaheadScheduler
-from dspark_hf.decoding.candidates import DSparkCandidateGenerator, policy_of
 from dspark_hf.decoding.compat import CACHE_ARGUMENT
 from dspark_hf.decoding.compiled import CompiledForward, compiled_forward
-from dspark_hf.decoding.targets import TargetTaps
+from dspark_hf.decoding.draft_context import DraftContext
+from dspark_hf.decoding.target import TargetTaps
 
 SHAPE = {"num_hidden_layers": 2}
 GEMMA = SHAPE | {"layer_types": ["sliding_attention", "full_attention"]}
@@ -44,7 +44,7 @@ def forced(**options) -> dict:
 def pair(family: str = "llama", length: int = 3, **drafter):
     target = make_target(family, **(GEMMA if family == "gemma3" else SHAPE))
     drafter = make_drafter(target, **{"target_layer_ids": [0]} | drafter)
-    drafter.admission, drafter.skinny_linear = FixedLength(length), False
+    drafter.options.policy, drafter.options.skinny_linear = FixedLength(length), False
     return target, drafter
 
 
@@ -56,10 +56,8 @@ def generate(target, drafter=None, tokens=30, **arguments):
 def features(monkeypatch):
     """The features of each committed run of tokens."""
     seen = []
-    observe = DSparkCandidateGenerator.observe
-    monkeypatch.setattr(
-        DSparkCandidateGenerator, "observe", lambda self, new: (seen.append(new.clone()), observe(self, new))[1]
-    )
+    add = DraftContext.add
+    monkeypatch.setattr(DraftContext, "add", lambda self, new: (seen.append(new.clone()), add(self, new))[1])
     return seen
 
 
@@ -101,7 +99,7 @@ def test_another_drafter_of_the_same_target_gets_its_own_layers(features):
 def test_static_shapes_stay_below_dynamos_limit(compilations):
     """One compilation for each number of rows, whatever lengths are drafted."""
     target, drafter = pair()
-    drafter.admission = ConfidenceThreshold(0.4, cumulative=True)
+    drafter.options.policy = ConfidenceThreshold(0.4, cumulative=True)
     plain = generate(target, tokens=60)
     assert torch.equal(generate(target, drafter, tokens=60, **forced(dynamic=False)), plain)
     history = drafter.last_generation.history
@@ -161,12 +159,6 @@ def test_costs_are_those_of_the_next_size(target):
     assert rates.stepped(sizes) is stepped and rates.cost(8, 1) == 1.7  # what it learned is its own, and stays
     rates.live = False
     assert not rates.stepped(sizes).live
-    forward = CompiledForward(target, 8, {})
-    drafter = calibrated(target)
-    for admission in (LookaheadScheduler(rates), GuardedLength(3), FixedLength(3)):
-        drafter.admission = admission
-        own = getattr(forward.stepped(policy_of(target, drafter)).admission, "step_rates", None)
-        assert own is (rates.stepped(forward.sizes) if isinstance(admission, LookaheadScheduler) else None)
 
 
 def test_a_forward_that_the_hooks_did_not_see_is_an_error(target):

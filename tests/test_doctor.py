@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 from conftest import GOLDEN, GOLDEN_PACKAGINGS, make_drafter, make_target, make_tokenizer, needs_packagings
+from dspark_hf.decoding.targets import TargetTaps
 from test_cli import names, pair, run  # noqa: F401
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from dspark_hf import DSparkConfig, DSparkDraftModel, StepRates
 from dspark_hf.decoding.checks import likely_mistakes
 from dspark_hf.decoding.hook import check_pair
-from dspark_hf.decoding.targets import TargetTaps
 from dspark_hf.doctor import findings
 from dspark_hf.doctor.examine import examine
 from dspark_hf.doctor.probe import Agreement, Comparison, ProbeResult, Reading, probe, probe_texts, readings

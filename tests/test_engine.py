@@ -18,10 +18,18 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from dspark_hf import BatchEngine, ConfidenceThreshold, Expectation, FixedLength, StepRates, generate_batch
-from dspark_hf.engine.stats import EngineStats, StepRecord
-from dspark_hf.scheduling.batch import BatchThroughput, PerRequest
-from dspark_hf.scheduling.batch_lookahead import BatchLookahead
+from dspark_hf import (
+    BatchEngine,
+    ConfidenceThreshold,
+    Expectation,
+    FixedLength,
+    GenerationStats,
+    LookaheadScheduler,
+    StepRates,
+    ThroughputScheduler,
+    generate_batch,
+)
+from dspark_hf.scheduling.policy import RoundRecord
 
 PROMPTS = [prompt_ids(n, 8, n)[0] for n in (5, 12, 30, 8, 3)]
 
@@ -36,8 +44,8 @@ def drafter(target):
     return make_drafter(target)
 
 
-def fixed() -> PerRequest:
-    return PerRequest(FixedLength(3))
+def fixed() -> FixedLength:
+    return FixedLength(3)
 
 
 def complete(settings: dict) -> dict:
@@ -79,7 +87,7 @@ def check_untouched(target) -> None:
 def check_empty(engine) -> None:
     """Nothing is held for anybody."""
     assert engine.num_unfinished == engine.cache_tokens == engine.cache_bytes == 0
-    assert engine._runner.store.num_slots == engine._drafter.store.num_slots == 0
+    assert engine._backend.store.num_slots == engine._queue.draft_store.num_slots == 0
     assert not engine._cancelled and not engine._queue.running and not engine._queue.waiting
 
 
@@ -283,7 +291,7 @@ def test_pairs_that_do_not_fit_are_refused(target, drafter):
 def test_a_policy_that_reads_confidences_needs_a_head(target):
     headless = make_drafter(target, enable_confidence_head=False)
     with pytest.raises(ValueError, match="confidence head"):
-        serve(target, headless, engine={"policy": PerRequest(ConfidenceThreshold(0.5))})
+        serve(target, headless, engine={"policy": ConfidenceThreshold(0.5)})
     check_untouched(target)
 
 
@@ -291,22 +299,24 @@ def test_a_policy_that_reads_confidences_needs_a_head(target):
 
 
 def test_the_engines_sums_are_those_of_its_requests(target, drafter):
+    drafter.options.lookup_drafts = False  # copies are counted apart
     rates = StepRates.of_target([1.0, 1.0, 1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 1.9])
     rates.live = False
-    policies = [fixed(), BatchThroughput(rates), BatchLookahead(rates, Expectation([0.6] * 4, information=0.1))]
+    policies = [fixed(), ThroughputScheduler(rates), LookaheadScheduler(rates, Expectation([0.6] * 4, information=0.1))]
     for policy in policies:
         engine = BatchEngine(target, drafter, policy=policy, max_sequences=3, prefill_chunk=9)
         for prompt in PROMPTS:
             engine.add(prompt, max_new_tokens=20, do_sample=False)
         outputs, stats = list(engine.run()), engine.stats
         for name in ("drafted", "verified", "accepted"):
-            assert getattr(stats, name) == sum(sum(getattr(o.stats, name)) for o in outputs) > 0
-            assert getattr(stats, name) == sum(getattr(step, name) for step in stats.history)
-        assert stats.accepted <= stats.verified <= stats.drafted
+            own = [getattr(o.stats, name) for o in outputs]
+            assert getattr(stats, name) == [sum(counts) for counts in zip(*own)]
+            assert sum(getattr(stats, name)) == sum(getattr(step, name) for step in stats.history) > 0
+        assert sum(stats.accepted) <= sum(stats.verified) <= sum(stats.drafted)
         assert stats.new_tokens == sum(len(o.token_ids) for o in outputs) == 100
         assert stats.prompt_tokens == sum(o.stats.prompt_tokens for o in outputs) == sum(len(p) for p in PROMPTS)
-        assert stats.request_steps == sum(o.stats.rounds for o in outputs)
-        assert stats.steps == len(stats.history) and stats.finished == {"length": 5}
+        assert stats.sequence_rounds == sum(o.stats.rounds for o in outputs)
+        assert stats.rounds == len(stats.history) and stats.finished == {"length": 5}
         for output in outputs:
             assert output.stats.new_tokens == 20 == 1 + output.stats.rounds + sum(output.stats.accepted)
         for step in stats.history:
@@ -316,7 +326,7 @@ def test_the_engines_sums_are_those_of_its_requests(target, drafter):
 
 def test_records_can_be_written_as_json(target, drafter):
     engine = BatchEngine(target, drafter, policy=fixed())
-    assert json.loads(json.dumps(engine.stats.to_dict()))["steps"] == 0
+    assert json.loads(json.dumps(engine.stats.to_dict()))["rounds"] == 0
     settings = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 9, "do_sample": True}
     for prompt in PROMPTS:
         engine.add(prompt.tolist(), **settings)
@@ -325,14 +335,14 @@ def test_records_can_be_written_as_json(target, drafter):
     assert {o["prompt_tokens"] for o in outputs} == {len(p) for p in PROMPTS}
     assert all(o["error"] is None and o["stats"]["new_tokens"] == 9 for o in outputs)
     record = json.loads(json.dumps(engine.stats.to_dict()))
-    assert record["policy"] == "PerRequest" and record["finished"] == {"length": 5}
-    assert record["last_step"]["cache_tokens"] == record["last_step"]["cache_bytes"] == 0
+    assert record["policy"] == "FixedLength" and record["finished"] == {"length": 5}
+    assert record["last_round"]["cache_tokens"] == record["last_round"]["cache_bytes"] == 0
     assert set(record) >= {"tokens_per_second", "tokens_per_second_per_user", "mean_decoding", "verified_per_request"}
 
 
 def test_the_history_of_steps_is_bounded():
-    stats = EngineStats()
+    stats, record = GenerationStats.of_engine(4, ""), RoundRecord([], *[1] * 3, *[0.5] * 3)
     for _ in range(10_000):
-        stats.count(StepRecord(*[1] * 11, *[0.5] * 3))
-    assert stats.steps == stats.new_tokens == 10_000
+        stats.count_round(record, first_tokens=1)
+    assert stats.rounds == stats.new_tokens == 10_000
     assert len(stats.history) < 5000

@@ -10,9 +10,8 @@ import torch
 from conftest import make_drafter, make_target, prompt_ids
 
 from dspark_hf import BatchEngine, FixedLength
-from dspark_hf.engine import cache
-from dspark_hf.engine.cache import Layout, RaggedStore, Slot, causal_mask
-from dspark_hf.scheduling.batch import PerRequest
+from dspark_hf.decoding import ragged_cache as cache
+from dspark_hf.decoding.ragged_cache import Layout, RaggedStore, Slot, causal_mask
 
 CPU = torch.device("cpu")
 
@@ -222,7 +221,7 @@ def test_memory_of_an_engine_follows_the_tokens_held():
     """One long text beside many short ones takes what their tokens take, not what the longest takes for each."""
     target = make_target(vocab_size=8, max_position_embeddings=2048)
     drafter = make_drafter(target)
-    engine = BatchEngine(target, drafter, policy=PerRequest(FixedLength(3)), max_sequences=17, prefill_chunk=1600)
+    engine = BatchEngine(target, drafter, policy=FixedLength(3), max_sequences=17, prefill_chunk=1600)
     engine.add(prompt_ids(1500, 8)[0], max_new_tokens=40, do_sample=False)
     for i in range(32):
         engine.add(prompt_ids(34 + i % 20, 8, i)[0], max_new_tokens=8 + i % 7, do_sample=False)

@@ -10,10 +10,9 @@ from conftest import make_drafter, make_target, prompt_ids
 from test_engine import PROMPTS, Recorder, check_empty, check_untouched, fixed, plain, serve
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from dspark_hf import BatchEngine, Expectation, StepRates, generate_batch
-from dspark_hf.engine.drafting import BatchDrafter
-from dspark_hf.engine.runner import Runner
-from dspark_hf.scheduling.batch_lookahead import BatchLookahead
+from dspark_hf import BatchEngine, Expectation, FixedLength, LookaheadScheduler, StepRates, generate_batch
+from dspark_hf.decoding.drafting import Drafting
+from dspark_hf.decoding.ragged_target import RaggedTarget
 
 
 @pytest.fixture
@@ -82,7 +81,7 @@ OUT_OF_MEMORY = [MemoryError("no"), torch.OutOfMemoryError("no"), RuntimeError("
 def test_memory_that_runs_out_while_letting_in(target, drafter, error, monkeypatch):
     """Who does not fit beside others waits for them; who does not fit alone fails alone."""
     engine = BatchEngine(target, drafter, policy=fixed())
-    store, opened = engine._runner.store, engine._runner.store.open
+    store, opened = engine._backend.store, engine._backend.store.open
 
     def open_slot(capacity):
         if store.num_slots >= 2 or capacity > 25:
@@ -119,14 +118,14 @@ def failing_now_and_then(original, error, when):
 def test_memory_that_runs_out_in_a_forward(target, drafter, error, every, monkeypatch):
     """The request let in last makes way and reads its text anew; nothing of anybody's text is lost."""
     engine = BatchEngine(target, drafter, policy=fixed(), max_sequences=4, prefill_chunk=4)
-    forward, calls = Runner.forward, itertools.count(1)
+    forward, calls = RaggedTarget.read, itertools.count(1)
 
-    def fail(self, spans, padding=0):
+    def fail(self, spans, padding):
         if len(spans) > 1 and next(calls) % every == 0:
             raise error
         return forward(self, spans, padding)
 
-    monkeypatch.setattr(Runner, "forward", fail)
+    monkeypatch.setattr(RaggedTarget, "read", fail)
     evicted = []
     evict = engine._queue.evict
     monkeypatch.setattr(engine._queue, "evict", lambda request: (evicted.append(request.id), evict(request)))
@@ -147,14 +146,14 @@ def test_memory_that_runs_out_in_a_forward(target, drafter, error, every, monkey
 
 def test_a_request_without_memory_even_alone_fails_alone(target, drafter, monkeypatch):
     engine = BatchEngine(target, drafter, policy=fixed())
-    forward = Runner.forward
+    forward = RaggedTarget.read
 
-    def no_room_for_many_rows(self, spans, padding=0):
+    def no_room_for_many_rows(self, spans, padding):
         if sum(len(span.token_ids) for span in spans) > 20:
             raise torch.OutOfMemoryError("no")
         return forward(self, spans, padding)
 
-    monkeypatch.setattr(Runner, "forward", no_room_for_many_rows)
+    monkeypatch.setattr(RaggedTarget, "read", no_room_for_many_rows)
     for prompt in PROMPTS:
         engine.add(prompt, max_new_tokens=12, do_sample=False)
     outputs = sorted(engine.run(), key=lambda o: o.id)
@@ -164,12 +163,12 @@ def test_a_request_without_memory_even_alone_fails_alone(target, drafter, monkey
     check_empty(engine)
 
 
-@pytest.mark.parametrize("name", ["draft", "extend", "_parallel_stage", "_draw"])
+@pytest.mark.parametrize("name", ["draft", "take_in", "_parallel_stage", "_project"])
 def test_memory_that_runs_out_while_drafting(target, drafter, name, monkeypatch):
     """Such a step decodes plainly."""
-    original = getattr(BatchDrafter, name)
+    original = getattr(Drafting, name)
     failing = failing_now_and_then(original, MemoryError("no"), lambda n: n % 3 == 1)
-    monkeypatch.setattr(BatchDrafter, name, failing)
+    monkeypatch.setattr(Drafting, name, failing)
     outputs = serve(target, drafter)
     assert [o.token_ids for o in outputs] == [plain(target, p) for p in PROMPTS]
     assert any(r.drafted for o in outputs for r in o.stats.history)
@@ -178,21 +177,21 @@ def test_memory_that_runs_out_while_drafting(target, drafter, name, monkeypatch)
 
 def test_what_was_not_verified_is_no_rejection(target, drafter, monkeypatch):
     """A request that makes way, or fails, tells the policy nothing about its drafts."""
-    policy, outcomes = fixed(), []
-    policy.end_step = outcomes.append
-    engine = BatchEngine(target, drafter, policy=policy)
-    forward = failing_now_and_then(Runner.forward, MemoryError("no"), lambda n: n % 4 == 3)
-    monkeypatch.setattr(Runner, "forward", forward)
+    records = []
+    monkeypatch.setattr(FixedLength, "learn", lambda self, record: records.append(record))
+    engine = BatchEngine(target, drafter, policy=fixed())
+    forward = failing_now_and_then(RaggedTarget.read, MemoryError("no"), lambda n: n % 4 == 3)
+    monkeypatch.setattr(RaggedTarget, "read", forward)
     for prompt in PROMPTS:
         engine.add(prompt, max_new_tokens=12, do_sample=False)
     list(engine.run())
-    assert all(committed >= 1 for outcome in outcomes for committed in outcome.committed)
+    assert records and all(s.committed >= 1 for record in records for s in record.sequences)
 
 
 def test_an_error_of_the_target_ends_everything(target, drafter, monkeypatch):
     engine = BatchEngine(target, drafter, policy=fixed())
-    broken = failing_now_and_then(Runner.forward, RuntimeError("broken"), lambda n: n == 3)
-    monkeypatch.setattr(Runner, "forward", broken)
+    broken = failing_now_and_then(RaggedTarget.read, RuntimeError("broken"), lambda n: n == 3)
+    monkeypatch.setattr(RaggedTarget, "read", broken)
     for prompt in PROMPTS:
         engine.add(prompt, max_new_tokens=12, do_sample=False)
     with pytest.raises(RuntimeError, match="broken"):
@@ -217,9 +216,9 @@ def test_ctrl_c_returns_what_is_finished(target, drafter, kind, monkeypatch):
     settings = [{"max_new_tokens": n, "do_sample": False} for n in budgets]
     engine = BatchEngine(target, drafter, policy=fixed(), max_sequences=4)
     if kind in ("forward", "draft"):
-        owner, calls = (Runner, 11) if kind == "forward" else (BatchDrafter, 9)
-        failing = failing_now_and_then(getattr(owner, kind), KeyboardInterrupt(), lambda n: n == calls)
-        monkeypatch.setattr(owner, kind, failing)
+        owner, name, calls = (RaggedTarget, "read", 11) if kind == "forward" else (Drafting, "draft", 9)
+        failing = failing_now_and_then(getattr(owner, name), KeyboardInterrupt(), lambda n: n == calls)
+        monkeypatch.setattr(owner, name, failing)
     else:
         settings[0] |= Failing(kind, len(PROMPTS[0]) + 9, KeyboardInterrupt()).settings
     ids = [engine.add(p, **s) for p, s in zip(PROMPTS, settings)]
@@ -241,8 +240,8 @@ def test_ctrl_c_returns_what_is_finished(target, drafter, kind, monkeypatch):
 def test_ctrl_c_in_generate_batch(target, drafter, monkeypatch):
     """Every prompt has its output in the list, in order."""
     configs = [GenerationConfig(max_new_tokens=n, do_sample=False) for n in (20, 3, 20, 4, 20)]
-    failing = failing_now_and_then(Runner.forward, KeyboardInterrupt(), lambda n: n == 12)
-    monkeypatch.setattr(Runner, "forward", failing)
+    failing = failing_now_and_then(RaggedTarget.read, KeyboardInterrupt(), lambda n: n == 12)
+    monkeypatch.setattr(RaggedTarget, "read", failing)
     outputs = generate_batch(target, drafter, PROMPTS, configs, engine={"policy": fixed()})
     assert [o.prompt_ids for o in outputs] == [p.tolist() for p in PROMPTS]
     assert [o.finish_reason for o in outputs] == ["interrupted", "length", "interrupted", "length", "interrupted"]
@@ -288,7 +287,7 @@ def test_cancelling_frees_the_cache(target, drafter):
     assert engine.cancel(reading)
     assert engine.cache_tokens < before
     assert engine.cancel(decoding)
-    assert engine._runner.store.num_slots == 1
+    assert engine._backend.store.num_slots == 1
     for unknown in (99, decoding, reading):
         assert not engine.cancel(unknown)
     outputs = {o.id: o for o in [*outputs, *engine.run()]}
@@ -326,12 +325,11 @@ def test_a_thousand_short_requests_leave_nothing_behind():
     drafter = make_drafter(target, num_hidden_layers=1, target_layer_ids=[0, 1])
     rates = StepRates.of_target([1.0] * 9)
     rates.live = False
-    policies = [fixed(), BatchLookahead(rates, Expectation([0.9] * 4))]
+    policies = [fixed(), LookaheadScheduler(rates, Expectation([0.9] * 4))]
     engine, count = BatchEngine(target, drafter, policy=policies[0], max_sequences=8), 0
     prompts = [prompt_ids(2 + i % 5, 8, i)[0] for i in range(20)]
     for i in range(1000):
         if i == 800:
-            assert not policies[0]._own
             engine.policy = policies[1]
         engine.add(prompts[i % 20], max_new_tokens=3, do_sample=False)
         if i % 8 == 7:
@@ -341,6 +339,6 @@ def test_a_thousand_short_requests_leave_nothing_behind():
                 engine.cancel(i - 7)
             count += len(list(engine.run()))
     assert count == 1000 == sum(engine.stats.finished.values())
-    assert engine.stats.drafted > 500
+    assert sum(engine.stats.drafted) > 500
     assert not policies[1]._members
     check_empty(engine)

@@ -7,12 +7,11 @@ import torch
 from conftest import make_drafter, prompt_ids
 
 from dspark_hf import BatchEngine, FixedLength
-from dspark_hf.engine.cache import RaggedStore
-from dspark_hf.scheduling.batch import PerRequest
+from dspark_hf.decoding.ragged_cache import RaggedStore
 
 
 def fixed():
-    return PerRequest(FixedLength(3))
+    return FixedLength(3)
 
 
 def run_one(engine, ids, count=8):
@@ -48,7 +47,7 @@ def test_the_oldest_goes_first_and_nothing_short_is_used(target, drafter):
     prompts = [prompt_ids(30, seed=s) for s in range(3)]
     for ids in prompts:
         run_one(engine, ids)
-    assert engine._runner.store.num_slots == 2
+    assert engine._backend.store.num_slots == 2
     read = [run_one(engine, ids).stats.prompt_tokens for ids in (prompts[2], prompts[0])]
     assert read == [1, 30]
     assert run_one(engine, prompt_ids(10)).stats.prompt_tokens == 10
@@ -63,7 +62,7 @@ def test_kept_texts_make_way(target, drafter, monkeypatch):
     opened = RaggedStore.open
 
     def short_of_memory(store, capacity):
-        if store is engine._runner.store and store.num_slots:
+        if store is engine._backend.store and store.num_slots:
             raise MemoryError
         return opened(store, capacity)
 

@@ -10,9 +10,16 @@ import torch
 from conftest import make_drafter, make_target, prompt_ids
 from test_losslessness import enumerate_draws, rates
 
-from dspark_hf import BatchEngine, Expectation, FixedLength, StepRates, generate_batch
-from dspark_hf.scheduling.batch import BatchLagged, BatchThroughput, PerRequest
-from dspark_hf.scheduling.batch_lookahead import BatchLookahead
+from dspark_hf import (
+    BatchEngine,
+    Expectation,
+    FixedLength,
+    LaggedScheduler,
+    LookaheadScheduler,
+    StepRates,
+    ThroughputScheduler,
+    generate_batch,
+)
 
 
 def prompts(lengths, vocab_size=24, seed=0) -> list[torch.Tensor]:
@@ -47,7 +54,7 @@ def test_greedy_is_token_identical(family, head, changes):
     texts = prompts([1, 2, 17, 3, 33, 5, 90], 7)
     wanted = [plain(target, p, max_new_tokens=16) for p in texts]
     drafter = make_drafter(target, head, **changes)
-    for policy in (PerRequest(FixedLength(3)), None):
+    for policy in (FixedLength(3), None):
         limits = {"max_sequences": 4, "prefill_chunk": 16, "policy": policy}
         outputs = generate_batch(target, drafter, texts, max_new_tokens=16, do_sample=False, engine=limits)
         assert [o.token_ids for o in outputs] == wanted
@@ -60,7 +67,7 @@ def test_greedy_with_a_block_wider_than_narrow_spans():
     target = make_target(vocab_size=5)
     drafter = make_drafter(target, block_size=20, **WINDOWED)
     texts = prompts([4, 9, 30], 5)
-    limits = {"policy": PerRequest(FixedLength(20))}
+    limits = {"policy": FixedLength(20)}
     outputs = generate_batch(target, drafter, texts, max_new_tokens=40, do_sample=False, engine=limits)
     assert [o.token_ids for o in outputs] == [plain(target, p, max_new_tokens=40) for p in texts]
     assert max(r.verified for o in outputs for r in o.stats.history) == 20
@@ -85,7 +92,7 @@ def test_a_padded_forward_changes_no_text():
     rates = StepRates(list(costs), [1], [list(costs.values())], [[0.0] * len(costs)], [], 0.0)
     rates.live = False
     texts = prompts([5, 70, 20], 8)
-    for policy in (BatchThroughput(rates), BatchLookahead(rates, Expectation([0.6] * 4, 0.4))):
+    for policy in (ThroughputScheduler(rates), LookaheadScheduler(rates, Expectation([0.6] * 4, 0.4))):
         engine = BatchEngine(target, drafter, policy=policy)
         for prompt in texts:
             engine.add(prompt, max_new_tokens=15, do_sample=False)
@@ -106,7 +113,7 @@ def test_rounds_are_those_of_one_text_alone(head, changes):
     target = make_target("gemma3", vocab_size=7)
     # What is drafted may change with a block's length, which with `min_block_size` is the longest of all requests.
     drafter = make_drafter(target, head, **changes | {"min_block_size": None})
-    drafter.admission, drafter.generation_config.num_assistant_tokens = FixedLength(3), 3
+    drafter.options.policy, drafter.generation_config.num_assistant_tokens = FixedLength(3), 3
     texts = prompts([2, 17, 6, 33], 7)
     outputs = generate_batch(target, drafter, texts, max_new_tokens=25, do_sample=False, engine={"prefill_chunk": 512})
     for prompt, output in zip(texts, outputs):
@@ -117,7 +124,7 @@ def test_rounds_are_those_of_one_text_alone(head, changes):
         assert output.stats.accept_length == alone.accept_length
         for here, there in zip(output.stats.history, alone.history):
             if there.drafted:
-                confidences = here.confidence_logits[:, : here.drafted].double()
+                confidences = here.confidence_logits[: here.drafted].double()
                 torch.testing.assert_close(confidences, there.confidence_logits.double(), atol=1e-5, rtol=1e-5)
 
 
@@ -126,7 +133,7 @@ def test_the_first_token_is_the_prompts_however_it_is_read(length, chunk):
     """A prompt of one token, or one of which a piece leaves one token, has the rounds of a prompt read at once."""
     target = make_target(vocab_size=7)
     drafter = make_drafter(target)
-    drafter.admission, drafter.generation_config.num_assistant_tokens = FixedLength(3), 3
+    drafter.options.policy, drafter.generation_config.num_assistant_tokens = FixedLength(3), 3
     first, second = prompts([5, length], 7)
     engine = BatchEngine(target, drafter, prefill_chunk=chunk)
     engine.add(first, max_new_tokens=40, do_sample=False)
@@ -147,7 +154,7 @@ def test_a_seed_gives_the_same_text_whoever_the_neighbours_are(length):
     settings = {"max_new_tokens": 20, "do_sample": True, "temperature": 0.9}
     found = []
     for neighbours in (0, 1, 2):
-        engine = BatchEngine(target, drafter, policy=PerRequest(FixedLength(3)), prefill_chunk=8)
+        engine = BatchEngine(target, drafter, policy=FixedLength(3), prefill_chunk=8)
         for prompt in texts[1 : 1 + neighbours]:
             engine.add(prompt, seed=1, **settings | {"max_new_tokens": 60})
         engine.step()
@@ -174,7 +181,7 @@ def test_64_mixed_requests_joining_at_random_times():
     rnd = random.Random(7)
     target = make_target(vocab_size=9, max_position_embeddings=2048)
     drafter = make_drafter(target)
-    fixed = PerRequest(FixedLength(3))
+    fixed = FixedLength(3)
     engine = BatchEngine(target, drafter, policy=fixed, max_sequences=9, prefill_chunk=48, max_tokens_in_cache=2600)
     requests, outputs, ids = mixed_requests(rnd, 64), {}, []
     while len(ids) < 64 or engine.num_unfinished:
@@ -182,7 +189,7 @@ def test_64_mixed_requests_joining_at_random_times():
             ids.append(engine.add(prompt, **settings))
         outputs |= {o.id: o for o in engine.step()}
 
-    alone = BatchEngine(target, drafter, policy=PerRequest(FixedLength(3)))
+    alone = BatchEngine(target, drafter, policy=FixedLength(3))
     for i, (prompt, settings) in zip(ids, requests):
         output, wanted = outputs[i], dict(settings)
         seed, stops = wanted.pop("seed"), settings["eos_token_id"] or []
@@ -207,8 +214,7 @@ def test_64_mixed_requests_joining_at_random_times():
     assert max(s.cache_tokens for s in history) <= 2600
     assert sum(sum(o.stats.accepted) for o in outputs.values()) > 20
     assert engine.cache_tokens == engine.cache_bytes == 0
-    assert engine._runner.store.num_slots == engine._drafter.store.num_slots == 0
-    assert not fixed._own
+    assert engine._backend.store.num_slots == engine._queue.draft_store.num_slots == 0
 
 
 # -- sampling, by enumeration ------------------------------------------------------------------------------------------
@@ -245,11 +251,13 @@ def two_rates(*seconds, draft=0.0) -> StepRates:
 
 # Such costs that each of them, but the first, sometimes cuts a draft and sometimes lets it through.
 BATCH_POLICIES = {
-    "fixed": lambda: PerRequest(FixedLength(2)),
-    "fixed-top": lambda: PerRequest(FixedLength(2)),
-    "throughput": lambda: BatchThroughput(two_rates(0.8, 1.0, 1.3, 1.5, 1.6517)),
-    "lagged": lambda: BatchLagged(two_rates(1.0, 1.2, 1.9, 2.2, 2.3), lag=1),
-    "lookahead": lambda: BatchLookahead(two_rates(0.8363, 1.0, 1.1637, 1.3274, 1.4911), Expectation([0.7, 0.6], 0.5)),
+    "fixed": lambda: FixedLength(2),
+    "fixed-top": lambda: FixedLength(2),
+    "throughput": lambda: ThroughputScheduler(two_rates(0.8, 1.0, 1.3, 1.5, 1.6517)),
+    "lagged": lambda: LaggedScheduler(two_rates(1.0, 1.2, 1.9, 2.2, 2.3), lag=1),
+    "lookahead": lambda: LookaheadScheduler(
+        two_rates(0.8363, 1.0, 1.1637, 1.3274, 1.4911), Expectation([0.7, 0.6], 0.5)
+    ),
 }
 
 
@@ -264,8 +272,8 @@ def test_sampled_joint_distribution_is_exact(policy, monkeypatch):
     target = make_target(seed=5, vocab_size=4, num_hidden_layers=2, initializer_range=0.2)
     small = {"block_size": 2, "target_layer_ids": [0], "num_hidden_layers": 1, "draft_vocab_size": None if fixed else 2}
     drafter = make_drafter(target, seed=6, **small)
-    drafter.skinny_linear = False
-    drafter.top_candidates = 2 if policy == "fixed-top" else None
+    drafter.options.skinny_linear = False
+    drafter.options.top_candidates = 2 if policy == "fixed-top" else None
     asks = [
         (prompt_ids(4, 4, 9), 4, {"temperature": 3.0, "prefix_allowed_tokens_fn": choices({4: [1]}, [2, 3])}),
         (
@@ -277,7 +285,7 @@ def test_sampled_joint_distribution_is_exact(policy, monkeypatch):
     wanted = [exact(target, *ask) for ask in asks]
 
     enumerator = enumerate_draws(monkeypatch)
-    engine = BatchEngine(target, drafter, policy=PerRequest(FixedLength(0)), prefill_chunk=2 if fixed else 64)
+    engine = BatchEngine(target, drafter, policy=FixedLength(0), prefill_chunk=2 if fixed else 64)
     rounds: Counter[tuple[int, int]] = Counter()
 
     def run():

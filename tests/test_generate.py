@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import FAMILIES, make_drafter, make_letter_tokenizer, make_target, make_tokenizer, prompt_ids
 from transformers import (
+    GenerationConfig,
     GenerationMixin,
     LogitsProcessorList,
     StoppingCriteriaList,
@@ -17,6 +18,7 @@ from transformers import (
 
 from dspark_hf import DSparkDraftModel
 from dspark_hf.decoding import hook
+from dspark_hf.decoding.candidate_generator import DSparkCandidateGenerator
 from dspark_hf.decoding.compat import CACHE_ARGUMENT, cache_of
 
 
@@ -310,14 +312,8 @@ def test_no_drafts_at_all_is_plain_decoding(target, drafter):
 
 
 def test_candidate_generator_interface(target, drafter):
-    from transformers import GenerationConfig
-
-    from dspark_hf.decoding.candidates import DSparkCandidateGenerator
-    from dspark_hf.decoding.draft_context import DraftContext
-
-    context = DraftContext(id(drafter))
     config = GenerationConfig(max_length=40, do_sample=False)
-    generator = DSparkCandidateGenerator(drafter, target, config, LogitsProcessorList(), context)
+    generator = DSparkCandidateGenerator(drafter, target, config, LogitsProcessorList())
     ids = prompt_ids()
     assert generator.get_candidates(ids)[1] is None  # nothing seen yet
     generator.observe(torch.zeros(1, 6, 64, dtype=torch.float64))

@@ -7,8 +7,9 @@ import torch
 from conftest import make_drafter, make_target, prompt_ids
 
 from dspark_hf import Expectation, FixedLength, LookaheadScheduler, StepRates
-from dspark_hf.decoding.prompt_lookup import MOST_TOKENS, TextLookup
-from dspark_hf.scheduling.copying import CopyBelief
+from dspark_hf.decoding.prompt_lookup import MOST_TOKENS, PromptLookup
+from dspark_hf.scheduling.acceptance_estimate import CopyEstimate
+from dspark_hf.scheduling.policy import Plan, SequenceState
 
 
 def rates(*seconds: float, draft: float = 0.1) -> StepRates:
@@ -18,8 +19,8 @@ def rates(*seconds: float, draft: float = 0.1) -> StepRates:
     return table
 
 
-def text_of(*tokens: int, banned=()) -> TextLookup:
-    lookup = TextLookup(banned)
+def text_of(*tokens: int, banned=()) -> PromptLookup:
+    lookup = PromptLookup(banned)
     lookup.extend(tokens, learn=False)
     return lookup
 
@@ -46,30 +47,31 @@ def test_placeholders_are_never_proposed():
 
 
 def test_what_is_committed_teaches_the_belief():
-    belief = CopyBelief()
-    before = belief.survival(2, 4)
+    estimate = CopyEstimate()
+    before = estimate.survival(2, 4)
     assert before == sorted(before, reverse=True)
-    assert belief.chance(1) == 0.0
+    assert estimate.chance(1) == 0.0
     for _ in range(30):
-        belief.learn(2, False)
-    assert belief.chance(2) < 0.1
-    assert belief.chance(9) == CopyBelief().chance(9)  # other lengths are their own
+        estimate.learn(2, False)
+    assert estimate.chance(2) < 0.1
+    assert estimate.chance(9) == CopyEstimate().chance(9)  # other lengths are their own
     lookup = text_of(1, 2, 3, 1, 2)
-    chance = lookup.belief.chance(2)
+    chance = lookup.estimate.chance(2)
     lookup.extend([3])
-    assert lookup.belief.chance(2) > chance
+    assert lookup.estimate.chance(2) > chance
     learned = text_of(1, 2, 3, 1, 2, 3, 1, 2, 4)
-    assert learned.belief.chance(2) == CopyBelief().chance(2)  # a prompt teaches nothing
+    assert learned.estimate.chance(2) == CopyEstimate().chance(2)  # a prompt teaches nothing
 
 
 def test_a_copy_is_taken_where_it_promises_more():
-    scheduler = LookaheadScheduler(rates(1.0, 1.1, 1.2, 1.3), Expectation([0.1, 0.1])).fresh()
-    scheduler.begin_round(5, 2)
-    assert scheduler.copy_length([0.9, 0.8, 0.7], 5) == 3
-    assert scheduler.copy_length([0.01, 0.01, 0.0], 5) == 0
-    confident = LookaheadScheduler(rates(1.0, 1.1, 1.2, 1.3), Expectation([0.99, 0.99], 0.9, 1e4)).fresh()
-    confident.begin_round(5, 2)
-    assert confident.copy_length([0.3], 5) == 0
+    def plan(expectation, copy):
+        scheduler = LookaheadScheduler(rates(1.0, 1.1, 1.2, 1.3), expectation).fresh()
+        return scheduler.plan([SequenceState(0, depth=5, limit=2, copy=copy)])[0]
+
+    unsure, confident = Expectation([0.1, 0.1]), Expectation([0.99, 0.99], 0.9, 1e4)
+    assert plan(unsure, [0.9, 0.8, 0.7]) == Plan(3, copied=True)
+    assert not plan(unsure, [0.01, 0.01, 0.0]).copied
+    assert not plan(confident, [0.3]).copied
 
 
 def repeating_prompt(times: int = 3) -> torch.LongTensor:
@@ -82,7 +84,7 @@ def test_copies_leave_greedy_output_as_it_is(vocabulary):
     for seed in range(6):
         target = make_target(seed=seed)
         drafter = make_drafter(target, seed=50 + seed, draft_vocab_size=vocabulary)
-        drafter.admission = LookaheadScheduler(rates(1.0, 1.05, 1.1, 1.15, 1.2), Expectation([0.1, 0.1]))
+        drafter.options.policy = LookaheadScheduler(rates(1.0, 1.05, 1.1, 1.15, 1.2), Expectation([0.1, 0.1]))
         ids = repeating_prompt()
         plain = target.generate(ids, max_new_tokens=40, do_sample=False)
         assert torch.equal(plain, target.generate(ids, max_new_tokens=40, do_sample=False, assistant_model=drafter))
@@ -99,7 +101,7 @@ def test_copies_can_be_switched_off_and_need_the_scheduler():
     drafter = make_drafter(target)
     scheduler = LookaheadScheduler(rates(1.0, 1.05, 1.1, 1.15, 1.2), Expectation([0.1, 0.1]))
     for admission, wanted in ((scheduler, True), (FixedLength(3), True), (scheduler, False)):
-        drafter.admission, drafter.lookup_drafts = admission, wanted
+        drafter.options.policy, drafter.options.lookup_drafts = admission, wanted
         target.generate(repeating_prompt(), max_new_tokens=30, do_sample=False, assistant_model=drafter)
         copied = drafter.last_generation.copied
         assert (copied > 0) == (wanted and admission is scheduler)
@@ -108,7 +110,7 @@ def test_copies_can_be_switched_off_and_need_the_scheduler():
 def test_room_at_the_end_is_kept():
     target = make_target()
     drafter = make_drafter(target)
-    drafter.admission = LookaheadScheduler(rates(1.0, 1.01, 1.02, 1.03, 1.04), Expectation([0.1, 0.1]))
+    drafter.options.policy = LookaheadScheduler(rates(1.0, 1.01, 1.02, 1.03, 1.04), Expectation([0.1, 0.1]))
     for budget in range(1, 8):
         output = target.generate(repeating_prompt(), max_new_tokens=budget, do_sample=False, assistant_model=drafter)
         assert output.shape[1] == 27 + budget

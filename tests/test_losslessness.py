@@ -22,7 +22,7 @@ from dspark_hf import (
     StepRates,
     ThroughputScheduler,
 )
-from dspark_hf.decoding import sampling
+from dspark_hf.decoding import acceptance
 from dspark_hf.decoding.acceptance import verify_block, verify_greedy
 from dspark_hf.model import sampler_dspark
 
@@ -102,9 +102,9 @@ class Enumerator:
 def enumerate_draws(monkeypatch) -> Enumerator:
     """From now on every random decision of drafting and acceptance is the enumerator's."""
     enumerator = Enumerator()
-    for module in (sampling, sampler_dspark):
+    for module in (acceptance, sampler_dspark):
         monkeypatch.setattr(module, "draw_tokens", enumerator.draw_tokens)
-    monkeypatch.setattr(sampling, "flip", enumerator.flip)
+    monkeypatch.setattr(acceptance, "flip", enumerator.flip)
     return enumerator
 
 
@@ -196,11 +196,11 @@ def check_distribution(policy, arguments, make, reduced, monkeypatch, ids=None, 
         num_hidden_layers=1,
         draft_vocab_size=2 if reduced else None,
     )
-    for name, value in ({"admission": policy} | attributes).items():
-        setattr(drafter, name, value)
+    for name, value in ({"policy": policy} | attributes).items():
+        setattr(drafter.options, name, value)
     if padding:
         drafter.generation_config.num_assistant_tokens = 1  # so that two rows are padded to three
-    drafter.skinny_linear = False
+    drafter.options.skinny_linear = False
     ids = prompt_ids(4, vocab, 9) if ids is None else ids
     length = ids.shape[1]
     arguments = {"do_sample": True, "top_k": 0} | arguments
@@ -235,10 +235,9 @@ def test_verification_of_two_drafted_tokens_is_exact(monkeypatch):
     enumerator = enumerate_draws(monkeypatch)
 
     def run():
-        tokens = torch.stack([enumerator.draw_tokens(draft[:, k]) for k in range(2)], dim=1)
-        result = verify_block(tokens, draft, target)
-        text = tokens[0, : int(result.num_accepted)].tolist() + result.next_token.tolist()
-        return text
+        tokens = torch.cat([enumerator.draw_tokens(draft[:, k]) for k in range(2)])
+        result = verify_block(tokens, draft[0], target[0])
+        return [*tokens[: int(result.num_accepted)].tolist(), int(result.next_token)]
 
     first, second = defaultdict(float), defaultdict(float)
     for text, weight in enumerator.outcomes(run):
@@ -255,8 +254,8 @@ def test_verification_of_two_drafted_tokens_is_exact(monkeypatch):
 def test_greedy_verification_is_the_one_hot_case():
     generator = torch.Generator().manual_seed(1)
     for _ in range(50):
-        drafted = torch.randint(0, 3, (1, 4), generator=generator)
-        chosen = torch.randint(0, 3, (1, 5), generator=generator)
+        drafted = torch.randint(0, 3, (4,), generator=generator)
+        chosen = torch.randint(0, 3, (5,), generator=generator)
         one_hot = torch.nn.functional.one_hot
         probabilistic = verify_block(drafted, one_hot(drafted, 3).double(), one_hot(chosen, 3).double())
         greedy = verify_greedy(drafted, chosen)

@@ -231,9 +231,9 @@ def test_policies_ask_before_the_token_exists(drafter):
         def __init__(self):
             self.calls = []
 
-        def admit(self, position, survival_so_far):
-            self.calls.append((position, len(survival_so_far)))
-            return True
+        def admit(self, position, open_sequences, survival):
+            self.calls.append((position, len(survival[0])))
+            return [True] * len(open_sequences)
 
     recorder = Recorder()
     drafter.draft(torch.tensor([4]), features(6), admission=recorder)

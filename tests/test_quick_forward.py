@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import make_drafter, make_target, prompt_ids
-from test_rewinding import states_of
+from test_rollback import states_of
 from tiny_targets import make_hybrid
 from transformers import DynamicCache, LogitsProcessor, StaticCache
 from transformers.cache_utils import DynamicLayer
@@ -16,14 +16,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dspark_hf
 from dspark_hf import FixedLength
+from dspark_hf.decoding.attention import grouped_attention
 from dspark_hf.decoding.compat import CACHE_ARGUMENT, cache_of
-from dspark_hf.decoding.quick_forward import (
-    GrowingLayer,
-    grouped_attention,
-    grow_in_place,
-    make_plain,
-    ordinary_buffers,
-)
+from dspark_hf.decoding.kv_cache import GrowingLayer, grow_in_place, make_plain, ordinary_buffers
 
 
 def growing(target, ids) -> DynamicCache:
@@ -132,7 +127,7 @@ def test_what_generate_returns_can_be_used_for_anything(family):
     recurrent = family in ("falcon_h1", "lfm2")
     target = make_hybrid(family) if recurrent else make_target(family)
     drafter = make_drafter(target)
-    drafter.admission = FixedLength(3)
+    drafter.options.policy = FixedLength(3)
     arguments = {
         "max_new_tokens": 20,
         "do_sample": False,
@@ -170,7 +165,7 @@ def test_processors_may_keep_what_they_write_into():
 
     target = make_target()
     drafter = make_drafter(target)
-    drafter.admission = FixedLength(3)
+    drafter.options.policy = FixedLength(3)
     arguments = {"max_new_tokens": 20, "do_sample": False}
     plain = target.generate(prompt_ids(), **arguments)
     fast = target.generate(prompt_ids(), assistant_model=drafter, logits_processor=[Keeping()], **arguments)
@@ -189,7 +184,7 @@ def test_an_interrupt_inside_the_target_leaves_the_cache_as_it_was(where, static
     """A next turn goes on from the tokens that were committed."""
     target = make_target()
     drafter = make_drafter(target)
-    drafter.admission = FixedLength(3)
+    drafter.options.policy = FixedLength(3)
     cache = StaticCache(target.config, max_cache_len=80) if static else DynamicCache(config=target.config)
     calls = []
 
@@ -226,7 +221,7 @@ def test_processors_may_write_into_scores():
 
     target = make_target()
     drafter = make_drafter(target)
-    drafter.admission = FixedLength(3)
+    drafter.options.policy = FixedLength(3)
     for sampling in ({"do_sample": False}, {"do_sample": True, "top_k": 1}):
         arguments = {"max_new_tokens": 20, "logits_processor": [InPlace()], **sampling}
         plain = target.generate(prompt_ids(), **arguments)
@@ -253,7 +248,7 @@ def test_rope_that_depends_on_the_length(kind):
     for seed in range(4):
         target = make_target(seed=seed, rope_parameters=rope, max_position_embeddings=64 if kind == "longrope" else 16)
         drafter = make_drafter(target, seed=9 + seed)
-        drafter.admission = FixedLength(4)
+        drafter.options.policy = FixedLength(4)
         arguments = {"max_new_tokens": 40, "do_sample": False}
         fast = target.generate(prompt_ids(seed=seed), assistant_model=drafter, **arguments)
         assert torch.equal(fast, target.generate(prompt_ids(seed=seed), **arguments))
@@ -266,7 +261,7 @@ def test_two_threads_on_one_target():
     wanted = [target.generate(prompt_ids(seed=seed), **arguments) for seed in range(4)]
     drafters = [make_drafter(target, seed=seed) for seed in range(3)]
     for drafter in drafters:
-        drafter.admission = FixedLength(3)
+        drafter.options.policy = FixedLength(3)
 
     def decode(seed):
         assistant = drafters[seed] if seed < 3 else None

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer, StaticSlidingWindowLayer
 
 from dspark_hf import FixedLength
 from dspark_hf.decoding.compat import CACHE_ARGUMENT, cache_of
-from dspark_hf.decoding.rollback import Rewinder
+from dspark_hf.decoding.rollback import Rollback
 
 FAMILIES = ("llama", "gemma3")  # the second has static sliding layers, of six tokens here
 
@@ -38,7 +38,7 @@ def test_greedy_is_token_identical_and_so_is_what_the_cache_holds(family):
     for seed in range(5):
         target = make_target(family, vocab_size=8, seed=seed)
         drafter = make_drafter(target, seed=20 + seed, block_size=4)
-        drafter.admission = FixedLength(4)
+        drafter.options.policy = FixedLength(4)
         ids = prompt_ids(2 + 2 * seed, 8, seed)  # shorter and longer than the window
         arguments = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
         plain = target.generate(ids, cache_implementation="static", **arguments)
@@ -58,7 +58,7 @@ def test_padding_stays_in_the_cache_and_in_the_windows(family):
     target = make_target(family)
     drafter = make_drafter(target)
     for seconds in ((1.0, 2.0, 2.0, 1.9, 1.2), (1.0, 2.0, 2.0, 1.9, 1.9, 1.9, 1.9, 1.0)):
-        drafter.admission = TwoTokens(table(*seconds))
+        drafter.options.policy = TwoTokens(table(*seconds))
         for tokens in (2, 3, 4, 5, 9, 13):
             plain = target.generate(prompt_ids(), max_new_tokens=tokens, do_sample=False)
             fast = target.generate(
@@ -79,7 +79,7 @@ def test_sampled_output_has_the_targets_distribution(family, monkeypatch):
     window = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]} if family == "gemma3" else {}
     target = make_target(family, vocab_size=vocab, seed=5, num_hidden_layers=2, pad_token_id=None, **window)
     drafter = make_drafter(target, seed=6, block_size=2, target_layer_ids=[0], num_hidden_layers=1)
-    drafter.admission, drafter.skinny_linear = FixedLength(2), False
+    drafter.options.policy, drafter.options.skinny_linear = FixedLength(2), False
     ids = torch.tensor([[0, 1, 1, 0]])
     arguments = {"do_sample": True, "top_k": 0}
     wanted = exact_distribution(target, ids, horizon, arguments)
@@ -98,7 +98,7 @@ def test_sampled_output_has_the_targets_distribution(family, monkeypatch):
 def test_a_kept_cache_goes_on_in_a_next_turn(family, first, second):
     target = make_target(family)
     drafter = make_drafter(target)
-    drafter.admission = FixedLength(4)
+    drafter.options.policy = FixedLength(4)
     with_drafter = {"plain": {}, "drafter": {"assistant_model": drafter}}
     cache = static_cache(target)
     text = target.generate(prompt_ids(3), max_new_tokens=10, do_sample=False, **cache, **with_drafter[first])
@@ -129,7 +129,7 @@ class _Failing(LogitsProcessor):
 def test_an_exception_leaves_a_cache_to_go_on_with(family, length):
     target = make_target(family)
     drafter = make_drafter(target)
-    drafter.admission = FixedLength(length)
+    drafter.options.policy = FixedLength(length)
     wanted = target.generate(prompt_ids(), max_new_tokens=30, do_sample=False)
     for count in (2, 3, 5, 8):
         arguments = {"do_sample": False, "assistant_model": drafter} | static_cache(target)
@@ -155,11 +155,11 @@ def test_a_window_is_put_back_across_its_edge():
                 keys = torch.randn(1, 2, before + rows + 1, 8, generator=generator)
                 cache.update(keys[:, :, :before], keys[:, :, :before], 0)
                 cache.update(keys[:, :, :before], keys[:, :, :before], 1)
-                rewinder = Rewinder(cache, target)
-                rewinder.hold(rows)
+                rollback = Rollback(cache, target)
+                rollback.snapshot(rows)
                 read = keys[:, :, before : before + rows]
                 cache.update(read, read, 0), cache.update(read, read, 1)
-                rewinder.settle(rows, committed=stand)
+                rollback.roll_back(rows, committed=stand)
                 length = before + stand
                 assert layer.get_seq_length() == int(cache.layers[1].cumulative_length) == length
                 assert torch.equal(visible(layer), keys[:, :, max(length - 5, 0) : length])
@@ -202,7 +202,7 @@ def test_static_caches_of_hybrids_are_refused_before_the_prefill(family, no_forw
     drafter = make_drafter(target)
     no_forward(target)
     with pytest.raises(
-        ValueError, match=f"this StaticCache of {type(target).__name__}: it can't be rewound.*Leave out"
+        ValueError, match=f"this StaticCache of {type(target).__name__}: it can't be rolled back.*Leave out"
     ):
         target.generate(prompt_ids(), max_new_tokens=4, cache_implementation="static", assistant_model=drafter)
 
@@ -210,7 +210,7 @@ def test_static_caches_of_hybrids_are_refused_before_the_prefill(family, no_forw
 def test_convolutions_without_a_recurrent_state_take_a_static_cache():
     target = make_hybrid("lfm2")
     drafter = make_drafter(target)
-    drafter.admission = FixedLength(4)
+    drafter.options.policy = FixedLength(4)
     arguments = {"max_new_tokens": 30, "do_sample": False, "cache_implementation": "static"}
     wanted = target.generate(prompt_ids(), **arguments)
     assert torch.equal(target.generate(prompt_ids(), assistant_model=drafter, **arguments), wanted)
@@ -226,5 +226,5 @@ def test_layers_that_can_not_be_cropped_are_refused_before_the_prefill(target, d
     no_forward(target)
     cache = DynamicCache()
     cache.layers = [_Opaque() for _ in range(4)]
-    with pytest.raises(ValueError, match="this DynamicCache of LlamaForCausalLM: it can't be rewound"):
+    with pytest.raises(ValueError, match="this DynamicCache of LlamaForCausalLM: it can't be rolled back"):
         target.generate(prompt_ids(), max_new_tokens=4, assistant_model=drafter, **{CACHE_ARGUMENT: cache})

@@ -135,7 +135,7 @@ def test_first_use_measures_once_and_says_where(target, drafter, monkeypatch, ca
     assert len(calls) == 1
     assert str(table_path(table_key(target, drafter))) in caplog.text
     another = calibrated(make_drafter(target))
-    assert step_rates_of(target, another).target_seconds == drafter.step_rates.target_seconds
+    assert step_rates_of(target, another).target_seconds == drafter.options.step_rates.target_seconds
     assert len(calls) == 1
 
 
@@ -145,9 +145,9 @@ def test_a_table_holds_for_its_circumstances(monkeypatch):
     drafter = make_drafter(target)
     key = table_key(target, drafter)
     assert key == table_key(target, calibrated(drafter))  # calibration changes no cost
-    drafter.skinny_linear = False
+    drafter.options.skinny_linear = False
     assert key != table_key(target, drafter)
-    drafter.skinny_linear = True
+    drafter.options.skinny_linear = True
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     assert key != table_key(target, drafter)
@@ -157,7 +157,7 @@ def test_a_table_holds_for_its_circumstances(monkeypatch):
 
 def test_scheduled_for_a_drafter_without_confidence(target):
     drafter = make_drafter(target, enable_confidence_head=False)
-    drafter.admission = scheduled(target, drafter)
+    drafter.options.policy = scheduled(target, drafter)
     arguments = {"max_new_tokens": 20, "do_sample": False}
     assert torch.equal(
         target.generate(prompt_ids(), **arguments), target.generate(prompt_ids(), assistant_model=drafter, **arguments)
@@ -172,8 +172,8 @@ def test_generate_finds_the_table_that_profile_kept():
     profiled.save()
     drafter = calibrated(make_drafter(target))
     target.generate(prompt_ids(), max_new_tokens=6, do_sample=False, assistant_model=drafter)
-    assert drafter.step_rates.rows == profiled.rows
-    assert drafter.step_rates.key == table_key(target, drafter)
+    assert drafter.options.step_rates.rows == profiled.rows
+    assert drafter.options.step_rates.key == table_key(target, drafter)
 
 
 def test_an_unbound_drafter_finds_its_table(target):
@@ -203,9 +203,6 @@ def test_a_draft_after_many_plain_steps_says_nothing_of_the_usual_one():
 
 def test_batch_columns_time_whole_drafts(monkeypatch):
     """A block for 1 or γ tokens of which none is drawn runs the parallel stage; each drawn token one step for all requests."""
-    from dspark_hf.decoding.profiling import ProfilePlan
-    from dspark_hf.engine.profiling import measure_batch_rates
-
     target = make_target()
     drafter = make_drafter(target)
     blocks, steps = [], []
@@ -221,7 +218,7 @@ def test_batch_columns_time_whole_drafts(monkeypatch):
 
     monkeypatch.setattr(type(drafter), "run_layers", counted_stage)
     monkeypatch.setattr(type(drafter.markov_head), "project", counted_project)
-    rates = measure_batch_rates(target, drafter, 3, ProfilePlan((1, 2), (16,), sweeps=1))
+    rates = measure_step_rates(target, drafter, ProfilePlan((1, 2), (16,), sweeps=1), max_sequences=3)
     assert rates.sequences == [2, 3]
     width = drafter.config.block_size
     for count in (2, 3):  # warm-up and one sweep, of blocks and drafts for 1 and γ tokens

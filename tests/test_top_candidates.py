@@ -4,10 +4,10 @@ import pytest
 import torch
 from conftest import make_drafter, make_eagle3, make_target, prompt_ids
 from test_losslessness import check_distribution
-from transformers import DynamicCache, LogitsProcessorList
+from transformers import DynamicCache
 
 from dspark_hf import BatchEngine, ConfidenceThreshold, FixedLength
-from dspark_hf.decoding.candidates import DraftContext, DSparkCandidateGenerator
+from dspark_hf.model.sampler_dspark import in_target_vocabulary
 
 
 def features_of(drafter, count=5):
@@ -26,34 +26,30 @@ def test_logits_are_those_of_the_whole_vocabulary(target, head, overrides):
     whole = draft(drafter)
     size = drafter.config.draft_vocab_size
     for count in (size, size + 5):
-        drafter.top_candidates = count
-        same = draft(drafter)
+        same = draft(drafter, top_candidates=count)
         assert torch.equal(same.logits, whole.logits)
         assert (same.candidate_ids is None) == (size == 24)
-    drafter.top_candidates = 4
-    block = draft(drafter)
+    block = draft(drafter, top_candidates=4)
     assert block.logits.shape == block.candidate_ids.shape == (1, whole.logits.shape[1], 4)
     assert set(block.candidate_ids.flatten().tolist()) <= set(drafter.draft_token_ids().tolist())
-    generator = DSparkCandidateGenerator(
-        drafter, target, target.generation_config, LogitsProcessorList(), DraftContext(id(drafter))
-    )
+
+    def scores(block):
+        return in_target_vocabulary(block.logits, block.candidate_ids, 24, float("-inf"))
+
     # The first position has the same prefix in both.
-    everywhere, spread = generator.full_scores(whole)[0, 0], generator.full_scores(block)[0, 0]
+    everywhere, spread = scores(whole)[0, 0], scores(block)[0, 0]
     known = torch.isfinite(spread)
     assert int(known.sum()) == 4
     torch.testing.assert_close(spread[known], everywhere[known])
-    assert generator.full_probs(block)[0, 0][~known].sum() == 0.0
-    torch.testing.assert_close(generator.full_probs(block).sum(-1), torch.ones(1, block.token_ids.shape[1]).double())
     for k, token in enumerate(block.token_ids[0].tolist()):
-        assert generator.full_scores(block)[0, k].argmax() == token
+        assert scores(block)[0, k].argmax() == token
 
 
 @pytest.mark.parametrize("make", [make_eagle3, lambda target: make_drafter(target, "none")], ids=["eagle3", "no-head"])
 def test_without_a_head_nothing_is_left_out(target, make):
     drafter = make(target)
     whole = draft(drafter)
-    drafter.top_candidates = 2
-    block = draft(drafter)
+    block = draft(drafter, top_candidates=2)
     assert torch.equal(block.logits, whole.logits)
     assert block.candidate_ids is None
 
@@ -64,15 +60,15 @@ def test_without_a_head_nothing_is_left_out(target, make):
 def test_a_large_vocabulary_is_narrowed_by_itself(size, head, count):
     target = make_target(vocab_size=40000, dtype=torch.float32)
     drafter = make_drafter(target, head, draft_vocab_size=size)
-    assert drafter.top_candidates == count
+    assert drafter.num_candidates("auto") == count
     assert draft(drafter).logits.shape[-1] == (count or size)
 
 
 @pytest.mark.parametrize("count", [0, -3, 2.0, True])
-def test_a_count_below_one_is_refused(drafter, count):
-    drafter.top_candidates = count
+def test_a_count_below_one_is_refused(target, drafter, count):
+    drafter.options.top_candidates = count
     with pytest.raises(ValueError, match="top_candidates must be a whole number from 1"):
-        draft(drafter)
+        target.generate(prompt_ids(), max_new_tokens=4, assistant_model=drafter)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +79,7 @@ def test_greedy_is_token_identical(count, arguments):
     for seed, head in enumerate(("vanilla", "gated", "rnn")):
         target = make_target(seed=seed, vocab_size=12)
         drafter = make_drafter(target, head, seed=50 + seed, draft_vocab_size=8 if seed == 2 else None)
-        drafter.top_candidates, ids = count, prompt_ids(5 + seed, 12, seed)
+        drafter.options.top_candidates, ids = count, prompt_ids(5 + seed, 12, seed)
         settings = {"max_new_tokens": 24, "do_sample": False} | arguments
         plain = target.generate(ids, **settings)
         assert torch.equal(plain, target.generate(ids, assistant_model=drafter, **settings))
@@ -119,8 +115,8 @@ def test_a_draft_ends_where_every_candidate_is_forbidden(narrowed, after):
     """Before a processor that fails on a row of nothing but -inf, or makes it NaN."""
     target = make_target()
     drafter = make_drafter(target, draft_vocab_size=narrowed.get("draft_vocab_size"))
-    drafter.top_candidates = narrowed.get("top_candidates")
-    drafter.admission = FixedLength(3)
+    drafter.options.top_candidates = narrowed.get("top_candidates")
+    drafter.options.policy = FixedLength(3)
     torch.manual_seed(0)
     output = target.generate(
         prompt_ids(),

@@ -14,7 +14,7 @@ from tiny_targets import VISION, make_vision_target
 import dspark_hf
 from dspark_hf import FixedLength
 from dspark_hf.decoding.compat import CACHE_ARGUMENT, cache_of
-from dspark_hf.decoding.targets import decoder_layers
+from dspark_hf.decoding.target import decoder_layers
 
 
 @pytest.mark.parametrize("family", VISION)
@@ -22,7 +22,7 @@ from dspark_hf.decoding.targets import decoder_layers
 def test_text_after_an_image_is_token_identical(family, tail):
     target = make_vision_target(family)
     drafter = make_drafter(target.model)
-    drafter.admission = FixedLength(4)
+    drafter.options.policy = FixedLength(4)
     for seed in range(2):
         inputs = target.prompt(tail, seed)
         arguments = {"max_new_tokens": 24, "do_sample": False}
@@ -87,7 +87,7 @@ def test_an_image_without_its_mask_is_refused():
     """Without `cross_attention_mask` transformers lets the i-th of several tokens see the first i of the image alone."""
     target = make_vision_target("mllama")
     drafter, inputs = make_drafter(target.model), target.prompt()
-    drafter.admission = FixedLength(4)
+    drafter.options.policy = FixedLength(4)
     arguments = {"do_sample": False, "return_dict_in_generate": True, "max_new_tokens": 12, "assistant_model": drafter}
     first = target.model.generate(**inputs, **arguments)
     mask = inputs.pop("cross_attention_mask")
@@ -114,7 +114,7 @@ def test_sampled_output_has_the_targets_distribution(family, monkeypatch):
     horizon, tokens = 3, [3, 7, 9]
     target = make_vision_target(family, initializer_range=0.2)
     drafter = make_drafter(target.model, block_size=2)
-    drafter.admission, drafter.skinny_linear = FixedLength(2), False
+    drafter.options.policy, drafter.options.skinny_linear = FixedLength(2), False
     inputs = target.prompt()
     arguments = {"do_sample": True, "top_k": 0, "prefix_allowed_tokens_fn": lambda batch, ids: tokens}
     wanted = {}

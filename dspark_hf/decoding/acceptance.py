@@ -1,61 +1,133 @@
-"""Acceptance of a drafted block (paper §2.1).
+"""Acceptance of proposals (paper §2.1): from the target's rows to processed scores, and from these to a path that is committed.
 
-Owns: which drafted tokens stand, and the token that follows them. Does not own: models, caches, tokenizers, stopping.
-Axes: B sequences, K drafted tokens, V vocabulary.
+Axes: K drafted tokens, V vocabulary. All randomness goes through `draw_tokens` and `flip`, so that a test can enumerate it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import LogitsProcessorList
 
-from . import sampling
+from ..model.sampler_dspark import apply_processors, are_value_only, draw_tokens, scores_dtype
+from .proposal import Proposal
+from .sequence import Choice, TextSequence
+
+__all__ = ["Verification", "accept", "draw_tokens", "flip", "process_rows", "verify_block", "verify_greedy"]
+
+
+def flip(probs: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """True with the given probability, independently for each entry. [...] -> [...], bool"""
+    return torch.rand(probs.shape, dtype=probs.dtype, device=probs.device, generator=generator) < probs
+
+
+def process_rows(
+    processors: LogitsProcessorList,
+    input_ids: torch.LongTensor,  # [1, L + K], committed tokens, then drafted ones
+    scores: torch.Tensor,  # [K + 1, V], row i follows the first L + i tokens
+) -> torch.Tensor:
+    """Processed scores of every row, each with the tokens before it as its prefix. [K + 1, V]"""
+    if not processors:
+        return scores
+    if are_value_only(processors):
+        return apply_processors(processors, input_ids, scores)
+    start = input_ids.shape[1] - scores.shape[0] + 1
+    rows = [
+        apply_processors(processors, input_ids[:, : start + i], scores[i : i + 1].clone())
+        for i in range(scores.shape[0])
+    ]
+    return torch.cat(rows)
 
 
 @dataclass(frozen=True)
 class Verification:
-    """num_accepted [B], 0..K; next_token [B], the correction of the first rejected token, or the bonus token."""
+    """num_accepted [], 0..K; next_token [], the correction of the first rejected token, or the bonus token."""
 
     num_accepted: torch.LongTensor
     next_token: torch.LongTensor
 
 
 def verify_block(
-    draft_tokens: torch.LongTensor,  # [B, K]
-    draft_probs: torch.Tensor,  # [B, K, V], what each token was drawn from
-    target_probs: torch.Tensor,  # [B, K + 1, V]
+    draft_tokens: torch.LongTensor,  # [K]
+    draft_probs: torch.Tensor,  # [K, V], what each token was drawn from
+    target_probs: torch.Tensor,  # [K + 1, V]
     *,
     generator: torch.Generator | None = None,
 ) -> Verification:
     """Accept left to right with probability min(1, target / draft); correct the first rejection from the normalised
-    positive part of target - draft; draw the bonus token from the target where all stand."""
-    num_drafted = draft_tokens.shape[1]
+    positive part of target - draft; draw the bonus token from the target where all are accepted."""
+    num_drafted = len(draft_tokens)
     if num_drafted == 0:
-        accepted = draft_tokens.new_zeros(draft_tokens.shape[0])
-        return Verification(accepted, sampling.draw_tokens(target_probs[:, 0], generator))
-    chosen = draft_tokens[..., None]
-    ratio = target_probs[:, :-1].gather(2, chosen) / draft_probs.gather(2, chosen)
-    accepted = _leading_run(sampling.flip(ratio[..., 0].clamp(max=1.0), generator))
-    rows = torch.arange(len(accepted), device=accepted.device)
-    residual = target_probs[rows, accepted]
+        accepted = draft_tokens.new_zeros(1)
+        return Verification(accepted[0], draw_tokens(target_probs[:1], generator)[0])
+    chosen = draft_tokens[:, None]
+    ratio = target_probs[:-1].gather(1, chosen) / draft_probs.gather(1, chosen)
+    accepted = _leading_run(flip(ratio[:, 0].clamp(max=1.0), generator))
+    residual = target_probs[accepted[None]]
     rejected = accepted < num_drafted
-    drafted = draft_probs[rows, accepted.clamp(max=num_drafted - 1)]
-    corrected = (residual - drafted).clamp(min=0.0)
+    corrected = (residual - draft_probs[accepted[None].clamp(max=num_drafted - 1)]).clamp(min=0.0)
     # Where rounding leaves nothing of the difference the two distributions are the same.
     use = rejected & (corrected.sum(-1) > 0)
     residual = torch.where(use[:, None], corrected / corrected.sum(-1, keepdim=True).clamp(min=1e-300), residual)
-    return Verification(accepted, sampling.draw_tokens(residual, generator))
+    return Verification(accepted, draw_tokens(residual, generator)[0])
 
 
 def verify_greedy(
-    draft_tokens: torch.LongTensor,  # [B, K]
-    target_tokens: torch.LongTensor,  # [B, K + 1], the target's own choice at every position
+    draft_tokens: torch.LongTensor,  # [K]
+    target_tokens: torch.LongTensor,  # [K + 1], the target's own choice at every position
 ) -> Verification:
-    """The one-hot case of `verify_block`: a token stands where the target would have chosen it; needs no probabilities."""
-    accepted = _leading_run(draft_tokens == target_tokens[:, :-1])
-    return Verification(accepted, target_tokens.gather(1, accepted[:, None])[:, 0])
+    """The one-hot case of `verify_block`: accepted is what the target would have chosen; needs no probabilities."""
+    accepted = _leading_run(draft_tokens == target_tokens[:-1])
+    return Verification(accepted, target_tokens[accepted[None]][0])
 
 
-def _leading_run(stands: torch.Tensor) -> torch.LongTensor:
-    return stands.long().cumprod(dim=1).sum(dim=1)
+def _leading_run(accepted: torch.Tensor) -> torch.LongTensor:
+    return accepted.long().cumprod(dim=0).sum(dim=0)
+
+
+def accept(
+    sequences: Sequence[TextSequence], proposals: Sequence[Proposal], logits: Sequence[torch.Tensor]
+) -> list[Choice | Exception]:
+    """What the target makes of each proposal, by its logits [K + 1, V] of the anchor's row and those of the nodes.
+
+    The device is read once for all sequences. An exception of a sequence's own processors stands in its place.
+    """
+    verified: list[tuple | Exception] = []
+    for sequence, proposal, rows in zip(sequences, proposals, logits, strict=True):
+        try:
+            verified.append(_verify(sequence, proposal, rows))
+        except Exception as error:
+            verified.append(error)
+    known = [
+        torch.cat([v[0].num_accepted[None], v[1], v[0].next_token[None]]) for v in verified if isinstance(v, tuple)
+    ]
+    numbers = torch.cat(known).tolist() if known else []  # of several devices' sequences none are served together
+    choices: list[Choice | Exception] = []
+    for entry in verified:
+        if not isinstance(entry, tuple):
+            choices.append(entry)
+            continue
+        result, tokens, raw, scores = entry
+        own, numbers = numbers[: len(tokens) + 2], numbers[len(tokens) + 2 :]
+        accepted = own[0]
+        # Of a chain; a tree's path follows the children that the target chose.
+        ids = torch.cat([tokens[:accepted], result.next_token[None]])
+        choices.append(Choice(list(range(accepted)), own[1 : accepted + 1] + own[-1:], ids, raw, scores))
+    return choices
+
+
+def _verify(sequence: TextSequence, proposal: Proposal, logits: torch.Tensor):
+    tokens, ids = proposal.token_ids, sequence.input_ids
+    if len(tokens):
+        ids = torch.cat([ids, tokens[None]], dim=1)
+    raw = logits.to(ids.device, scores_dtype(logits) if sequence.do_sample else torch.float32)
+    scores = process_rows(sequence.processors, ids, raw)
+    if not sequence.do_sample:
+        return verify_greedy(tokens, scores.argmax(-1)), tokens, raw, scores
+    probs = scores.new_zeros(0, scores.shape[-1])
+    if len(tokens):
+        probs = proposal.probs(scores.shape[-1]).to(scores.device, scores.dtype)
+    result = verify_block(tokens, probs, scores.softmax(-1), generator=sequence.generator)
+    return result, tokens, raw, scores

@@ -1,7 +1,6 @@
 """What configs alone tell about a pair that is likely a mistake.
 
-Owns: comparing a drafter's config with its target's, in microseconds. Does not own: what is certain and refused
-(`hook.check_pair`), what only drafting shows (`doctor.probe`).
+Compares a drafter's config with its target's, in microseconds; what is certain is refused (`hook.check_pair`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..loading.files import is_hub_id
 from ..model.modeling_dspark import DSparkDraftModel
-from .targets import eos_ids
+from .target import eos_ids
 
 # What readers take for a rope base that a config does not give where they look.
 _ABSENT_ROPE_BASE = 10_000.0

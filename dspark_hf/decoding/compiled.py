@@ -1,7 +1,5 @@
 """The target's forward through `torch.compile`, where transformers would compile it in plain decoding.
 
-Owns: whether a generation's rounds are compiled, the numbers of rows their forwards have then, calling compiled code.
-Does not own: the criteria and options (transformers), padding (`candidates`), the hooks that take features (`targets`).
 Axes: rows of one forward.
 """
 
@@ -17,11 +15,9 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.utils import ModelOutput
 
 from ..model.modeling_dspark import DSparkDraftModel
-from ..scheduling.admission import RoundPolicy
-from .candidates import Policy
 from .compat import CACHE_ARGUMENT
 from .prompt_lookup import MOST_TOKENS
-from .targets import TargetTaps
+from .target import TargetTaps
 
 # Each number of rows is a CUDA graph to record, and with static shapes a compilation. Doubling wastes less than half of a
 # forward, where rows hardly cost anything; the last one is a whole copy from the text.
@@ -44,12 +40,6 @@ class CompiledForward:
             if name != CACHE_ARGUMENT:
                 outputs[name] = _copied(value)
         return outputs
-
-    def stepped(self, policy: Policy) -> Policy:
-        """`policy` with costs by these sizes."""
-        if isinstance(policy.admission, RoundPolicy) and policy.admission.step_rates is not None:
-            policy.admission.step_rates = policy.admission.step_rates.stepped(self.sizes)
-        return policy
 
 
 def compiled_forward(

@@ -1,6 +1,5 @@
 """What makes `generate()` understand a DSpark drafter: two wrapped methods of `GenerationMixin`, nothing more.
 
-Owns: installing the wrappers once, refusing what is not supported. Does not own: decoding (`loop`).
 For any assistant that is not a DSpark drafter the originals run untouched.
 """
 
@@ -17,9 +16,9 @@ from transformers.utils import logging
 
 from ..model.modeling_dspark import DSparkDraftModel
 from .checks import likely_mistakes
-from .rollback import check_rewinding
-from .speculative import speculative_decoding
-from .targets import check_layer_ids
+from .generation import speculative_decoding
+from .rollback import check_rollback
+from .target import check_layer_ids
 
 _DECODE_ARGUMENTS = {
     "input_ids",
@@ -53,7 +52,7 @@ def check_pair(target, drafter: DSparkDraftModel) -> None:
         )
     drafter.bind_target(target)
     check_layer_ids(target, drafter.config.target_layer_ids)
-    check_rewinding(target)
+    check_rollback(target)
     for mistake in likely_mistakes(target, drafter):
         logger.warning_once(f"{mistake.found} {mistake.advice} `dspark-hf doctor` tells more.")
 

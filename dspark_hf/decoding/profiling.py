@@ -1,8 +1,6 @@
 """Measuring the step-rate table of a pair on this machine (`dspark-hf profile`, and by itself at first use).
 
-Owns: the forwards that are timed, their order, the key a table holds for. Does not own: the table (`scheduling.step_rates`).
-Axes: B tokens in one forward, `depth` tokens of context. Units: seconds.
-
+Axes: B tokens in one forward, `depth` tokens of context, R requests, K tokens drafted for each. Units: seconds.
 Every sweep goes once through all measurements in another order, so that a slow moment of the machine touches all alike.
 """
 
@@ -20,24 +18,33 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import DynamicCache, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.utils import logging
 
 from ..linear.linear_choices import cpu_name
 from ..linear.linear_layers import linear_layers_of, tuned
 from ..model.configuration_dspark import CALIBRATION_FIELDS
 from ..model.modeling_dspark import DSparkDraftModel
-from ..scheduling.admission import FixedLength
+from ..scheduling.policy import FixedLength
 from ..scheduling.step_costs import StepRates, load_step_rates
+from .attention import grouped_attention
+from .backend import Rows
+from .draft_context import DraftContext
+from .drafting import Drafting
 from .prompt_lookup import MOST_TOKENS
-from .quick_forward import grouped_attention
-from .stats import synchronize
+from .ragged_cache import RaggedStore
+from .ragged_target import RaggedTarget
+from .sequence import TextSequence
+from .statistics import GenerationStats, synchronize
 from .trial_forwards import context_length, filled_cache, quiet_progress, target_run
 
 logger = logging.get_logger(__name__)
 QUICK_DEPTHS = (128, 1024)
 DEPTHS = (128, 1024, 4096)
 MAX_ROWS = 64
+_MANY_DEPTH = 128  # context of each of several requests
+_MOST_ROWS = 256
+_MANY_ROWS = (12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ def table_key(target: PreTrainedModel, drafter: DSparkDraftModel) -> dict[str, A
         "quantization": None if quantization is None else str(quantization),
         "drafter": str(drafter.config._name_or_path),
         "drafter_config": _digest(drafter.config),
-        "top_candidates": drafter.top_candidates,
+        "top_candidates": drafter.num_candidates(drafter.options.top_candidates),
         "dtype": str(target.dtype),
         "drafter_dtype": str(drafter.dtype),
         "device": f"{device.type}: {name}",
@@ -88,34 +95,47 @@ def _digest(config: Any) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def step_rates_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> StepRates:
-    """The pair's table: the one in use, else the stored one, else one measured now in about ten seconds and stored."""
+def step_rates_of(target: PreTrainedModel, drafter: DSparkDraftModel, max_sequences: int = 1) -> StepRates:
+    """The pair's table for up to `max_sequences` at once: the one in use, else the stored one, else measured now and stored.
+
+    Measuring takes about ten seconds, half a minute for 16 requests.
+    """
     key = table_key(target, drafter)
-    if drafter.step_rates is not None and (not drafter.step_rates.key or drafter.step_rates.key == key):
-        return drafter.step_rates
-    rates = load_step_rates(key)
-    if rates is None:
-        rows = {*range(1, drafter.config.num_draft_tokens + 2), 12, MOST_TOKENS + 1}
-        plan = ProfilePlan(tuple(sorted(rows)), QUICK_DEPTHS, sweeps=5, seconds=8.0)
-        rates = measure_step_rates(target, drafter, plan, description="first use: measuring step rates")
-        try:
-            logger.warning(f"Step rates of this pair on this machine are measured and kept in {rates.save()}.")
-        except OSError as error:
-            logger.warning(f"The step rates are measured but can't be kept ({error}); the next process measures again.")
-    drafter.step_rates = rates
+    for rates in (drafter.options.step_rates, load_step_rates(key)):
+        if rates is None or (rates.key and rates.key != key):
+            continue
+        if not rates.key or max_sequences == 1 or (rates.sequences and rates.sequences[-1] >= max_sequences):
+            drafter.options.step_rates = rates
+            return rates
+    most = drafter.config.num_draft_tokens + 1
+    rows = {*range(1, most + 1), 12, MOST_TOKENS + 1}
+    if max_sequences > 1:
+        rows |= {b for b in _MANY_ROWS if b <= max(max_sequences * most, most)}
+    plan = ProfilePlan(tuple(sorted(rows)), QUICK_DEPTHS, sweeps=5, seconds=8.0 if max_sequences == 1 else 15.0)
+    rates = measure_step_rates(target, drafter, plan, max_sequences, "first use: measuring step rates")
+    try:
+        logger.warning(f"Step rates of this pair on this machine are measured and kept in {rates.save()}.")
+    except OSError as error:
+        logger.warning(f"The step rates are measured but can't be kept ({error}); the next process measures again.")
+    drafter.options.step_rates = rates
     return rates
 
 
 @torch.inference_mode()
 def measure_step_rates(
-    target: PreTrainedModel, drafter: DSparkDraftModel, plan: ProfilePlan, description: str = "profile"
+    target: PreTrainedModel,
+    drafter: DSparkDraftModel,
+    plan: ProfilePlan,
+    max_sequences: int = 1,
+    description: str = "profile",
 ) -> StepRates:
     """Time target forwards and drafts; lower quartiles of interleaved, warmed-up sweeps.
 
-    A depth that does not fit the target's context is measured as deep as it goes.
+    A depth that does not fit the target's context is measured as deep as it goes. `max_sequences` above 1 adds what several
+    requests at once cost, in a second run of sweeps.
 
     Raises:
-        ValueError: the target's context is shorter than the longest forward.
+        ValueError: the target's context is shorter than the longest forward; a target that can't serve several requests.
     """
     drafter.bind_target(target)
     rows = sorted({1, *plan.rows})
@@ -125,27 +145,115 @@ def measure_step_rates(
         raise ValueError(
             f"The target's context of {context_length(target)} tokens has no room for {max(rows)} in one forward."
         )
+    lengths = range(1, drafter.config.num_draft_tokens + 1)
+    stand_ins = _StandIns(target, drafter, min(_MANY_DEPTH, *depths))
+    runs: dict[tuple, Callable[[], None]] = {}
     with tuned(target, drafter), grouped_attention():
-        runs: dict[tuple, Callable[[], None]] = {}
         for depth in depths:
             cache = filled_cache(target, depth)
             runs |= {("target", depth, b): target_run(target, cache, b) for b in rows}
-        for k in range(1, drafter.config.num_draft_tokens + 1):
-            runs["block", k] = _draft_run(drafter, k, FixedLength(0))
-            runs["draft", k] = _draft_run(drafter, k, None)
+        for k in lengths:
+            runs |= {("block", 1, k): stand_ins.draft(1, k, 0), ("draft", 1, k): stand_ins.draft(1, k, k)}
         seconds = timed_sweeps(runs, plan, target.device, description)
     typical = {name: lower_quartile(values) for name, values in seconds.items()}
-    lengths = range(1, drafter.config.num_draft_tokens + 1)
-    steps = [(typical["draft", k] - typical["block", k]) / k for k in lengths]
+    steps = [(typical["draft", 1, k] - typical["block", 1, k]) / k for k in lengths]
     return StepRates(
         rows=rows,
         depths=depths,
         target_seconds=[[typical["target", d, b] for b in rows] for d in depths],
         target_spread=[[_spread(seconds["target", d, b]) for b in rows] for d in depths],
-        block_seconds=[typical["block", k] for k in lengths],
+        block_seconds=[typical["block", 1, k] for k in lengths],
         draft_step_seconds=max(statistics.median(steps), 0.0),
         key=table_key(target, drafter),
+        **_columns_of_many(target, drafter, stand_ins, max_sequences, plan),
     )
+
+
+def _columns_of_many(
+    target: PreTrainedModel, drafter: DSparkDraftModel, stand_ins: _StandIns, max_sequences: int, plan: ProfilePlan
+) -> dict[str, list]:
+    counts = [2]
+    while counts[-1] < max_sequences:
+        counts.append(min(2 * counts[-1], max_sequences))
+    if max_sequences < 2:
+        return {}
+    backend, length = RaggedTarget(target, drafter), drafter.config.num_draft_tokens
+    runs: dict[tuple, Callable[[], None]] = {}
+    for count in counts:
+        runs["ragged", count] = stand_ins.forward(backend, count, 1)
+        runs["single", count] = stand_ins.forward(backend, 1, count)
+        for k in sorted({1, length}):
+            runs |= {
+                ("block", count, k): stand_ins.draft(count, k, 0),
+                ("draft", count, k): stand_ins.draft(count, k, k),
+            }
+    with tuned(target, drafter), backend.armed():
+        times = timed_sweeps(runs, plan, target.device, f"measuring step rates, up to {counts[-1]} requests")
+    typical = {name: lower_quartile(values) for name, values in times.items()}
+
+    def blocks(count: int) -> list[float]:
+        low, high = typical["block", count, 1], typical["block", count, length]
+        return [low + (high - low) * k / max(length - 1, 1) for k in range(length)]
+
+    steps = [(typical["draft", c, length] - typical["block", c, length]) / length for c in counts]
+    return {
+        "sequences": counts,
+        "sequence_seconds": [max(typical["ragged", c] - typical["single", c], 0.0) for c in counts],
+        "batch_block_seconds": [blocks(c) for c in counts],
+        "batch_step_seconds": [max(s, 0.0) for s in steps],
+    }
+
+
+class _StandIns:
+    """Greedy sequences whose caches hold `depth` tokens (of zeros: only their number matters), made as they are needed."""
+
+    def __init__(self, target: PreTrainedModel, drafter: DSparkDraftModel, depth: int) -> None:
+        self._target, self._drafter, self._depth = target, drafter, depth
+        self._drafting, self._store = Drafting(drafter), RaggedStore()
+        self._sequences: list[TextSequence] = []
+        width = len(drafter.config.target_layer_ids) * drafter.config.target_hidden_size
+        # Two tokens of new context, as an average round has them.
+        self._new = torch.zeros(1, 2, width, dtype=drafter.dtype, device=drafter.device)
+
+    def _first(self, count: int) -> list[TextSequence]:
+        config = GenerationConfig(max_new_tokens=1, do_sample=False)
+        while len(self._sequences) < count:
+            ids = torch.ones(1, self._depth + 3, dtype=torch.long, device=self._target.device)
+            stats = GenerationStats(self._drafter.config.num_draft_tokens)
+            s = TextSequence(ids, config, LogitsProcessorList(), StoppingCriteriaList(), None, stats)
+            s.draft_context = DraftContext.open(self._drafter, self._store)
+            s.draft_context.store.reserve(s.draft_context.slot, self._depth + 2 + self._drafter.config.block_size)
+            s.draft_context.slot.length = self._depth
+            self._sequences.append(s)
+        return self._sequences[:count]
+
+    def draft(self, count: int, limit: int, drawn: int) -> Callable[[], None]:
+        """Of so many sequences, blocks made for `limit` tokens of which `drawn` are drawn."""
+        sequences, policy = self._first(count), FixedLength(drawn)
+
+        def run() -> None:
+            for s in sequences:
+                s.draft_context.pending = [self._new]
+            self._drafting.draft(sequences, [limit] * count, policy)
+            for s in sequences:
+                s.draft_context.slot.length = self._depth
+
+        return run
+
+    def forward(self, backend: RaggedTarget, count: int, rows: int) -> Callable[[], None]:
+        """One of the target over `rows` tokens of each of so many sequences."""
+        sequences = self._first(count)
+        ids = torch.ones(rows, dtype=torch.long, device=self._target.device)
+        for s in sequences:
+            if s.slot is None:
+                s.slot = backend.store.open(self._depth + _MOST_ROWS)
+                s.slot.length = self._depth
+        spans = [Rows(s, ids, rows) for s in sequences]
+
+        def run() -> None:
+            backend.read(spans, 0)
+
+        return run
 
 
 def timed_sweeps(
@@ -186,19 +294,3 @@ def _spread(values: Sequence[float]) -> float:
         return 0.0
     quarters = statistics.quantiles(values, n=4, method="inclusive")
     return quarters[2] - quarters[0]
-
-
-def _draft_run(drafter: DSparkDraftModel, limit: int, admission: FixedLength | None) -> Callable[[], None]:
-    """A draft with two tokens of new context, as an average round has it."""
-    config = drafter.config
-    width = len(config.target_layer_ids) * config.target_hidden_size
-    new = torch.zeros(1, 2, width, dtype=drafter.dtype, device=drafter.device)
-    text = torch.ones(1, 64, dtype=torch.long, device=drafter.device)
-    cache = DynamicCache()
-    drafter.draft(text, new.new_zeros(1, 64, width), cache, max_tokens=1)
-
-    def run() -> None:
-        drafter.draft(text, new, cache, admission=admission, max_tokens=limit)
-        cache.crop(-2)
-
-    return run

@@ -1,7 +1,6 @@
-"""Drafts copied from the text itself: where its last tokens stand earlier, what followed them is proposed.
+"""Prompt lookup: where the text's last tokens stand earlier, what followed them is proposed.
 
-Owns: finding the longest such run, its continuation, telling the belief how earlier ones fared. Does not own: whether copying
-pays (`scheduling.lookahead`), accepting (`verification`: such a proposal has no randomness, so q is one-hot and the rule exact).
+Such a proposal has no randomness, so what it was drawn from is one-hot and the acceptance rule exact.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ..scheduling.copying import CopyBelief
+from ..scheduling.acceptance_estimate import CopyEstimate
 
 _ORDER = 2  # tokens that must agree at least
 _MOST_PLACES = 8  # the last places of a pair of tokens that are compared
@@ -20,17 +19,17 @@ MOST_TOKENS = 16  # copied a round
 
 @dataclass(frozen=True)
 class Copy:
-    """A proposal: tokens, and how many before them agree with the earlier place."""
+    """A proposal: tokens, and how many before them agree with the earlier ones."""
 
     tokens: list[int]
     match: int
 
 
-class TextLookup:
+class PromptLookup:
     """The committed text of one generation, indexed by pairs of tokens. `banned` ids are never proposed."""
 
     def __init__(self, banned: Collection[int] = ()) -> None:
-        self.belief = CopyBelief()
+        self.estimate = CopyEstimate()
         self._banned = frozenset(banned)
         self._text: list[int] = []
         self._places: dict[tuple[int, int], list[int]] = defaultdict(list)  # after which a pair's next token stands
@@ -44,7 +43,7 @@ class TextLookup:
             if learn:
                 place, match = self._find()
                 if match:
-                    self.belief.learn(match, self._text[place] == token)
+                    self.estimate.learn(match, self._text[place] == token)
             if len(self._text) >= _ORDER:  # the pair is of use from here on, as something follows it
                 self._places[self._text[-2], self._text[-1]].append(len(self._text))
             self._text.append(token)

@@ -1,11 +1,9 @@
-"""Putting a target's cache back to before tokens that did not stand.
+"""Rolling a target's cache back to before tokens that were rejected.
 
-Owns: which layers are cropped and which restored, the committed tokens that the cache lacks afterwards, the checks that a
-target's state, and a cache, can be put back at all. Does not own: forwards (`loop`), cropping keys and values (transformers).
 Axes: rows of one forward: `lag` committed tokens, the anchor, the drafted ones; W slots of a static sliding layer.
 
 Keys and values are cropped. The state of a linear-attention layer (Qwen3.5, Falcon-H1, ...) sums up all it has read, and
-nothing can be taken out of the sum: it is copied before drafted tokens are read, and put back where one of them fell. The
+nothing can be taken out of the sum: it is copied before drafted tokens are read, and restored where one of them fell. The
 tokens that stood are then read again, ahead of the next round's, in the same forward. A static layer is shortened in place;
 what fell stays in its slots, hidden by the causal mask until it is written over. A static sliding layer, once full, moves old
 keys and values out as it reads: they are copied before, and put together with those of the tokens that stood.
@@ -23,10 +21,10 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from .compat import CACHE_ARGUMENT
-from .quick_forward import grow_in_place, make_plain
-from .targets import cross_attention_layers, has_bounded_time_step
+from .kv_cache import grow_in_place, make_plain
+from .target import cross_attention_layers, has_bounded_time_step
 
-_CHECKED = "_dspark_rewinding_checked"
+_CHECKED = "_dspark_rollback_checked"
 _STATES = ("conv_states", "recurrent_states")  # written in place
 # Of a forward, unless blocks are longer than half of it. A plain step keeps all it reads, so that nothing is left to be read
 # again: with more rows drafting on gets dear, with fewer there are plain steps too often.
@@ -36,7 +34,7 @@ _MOST_ROWS = 16
 _TOLERANCE, _HALF_TOLERANCE = 2e-3, 0.2
 
 
-class Rewinder:
+class Rollback:
     """The cache of one generation, after its prefill.
 
     lag: so many committed tokens before the anchor are not in the cache; 0 unless a layer is recurrent.
@@ -53,7 +51,7 @@ class Rewinder:
         self._static = [layer for layer in layers if type(layer) is StaticLayer]
         self._windows = [_StaticWindow(layer) for layer in layers if type(layer) is StaticSlidingWindowLayer]
         self._others = [layer for layer in layers if not _is_recurrent(layer) and type(layer) not in _STATIC]
-        self._held: list[dict[str, Any]] = []
+        self._snapshots: list[dict[str, Any]] = []
         self._lengths: list[int] = []
         self._static_lengths: list[torch.Tensor] = []
         if not all(layer.is_croppable for layer in self._others):
@@ -79,16 +77,16 @@ class Rewinder:
         """Whether a forward may have rows that stand for nothing: they would have to be taken back every time."""
         return not self._recurrent
 
-    def hold(self, rows: int, may_fall: bool = True) -> None:
-        """Before a forward of `rows` tokens; `may_fall`: whether one is a draft (else only an exception takes it back)."""
+    def snapshot(self, rows: int, may_be_rejected: bool = True) -> None:
+        """Before a forward of `rows` tokens; `may_be_rejected`: whether one is a draft (else only an exception takes it back)."""
         self._lengths = [_length(layer) for layer in self._others]
         self._static_lengths = [layer.cumulative_length.clone() for layer in self._static]
         for window in self._windows:
-            window.hold(rows)
-        self._held = []
-        for layer in self._recurrent if may_fall else ():
+            window.snapshot(rows)
+        self._snapshots = []
+        for layer in self._recurrent if may_be_rejected else ():
             # Keys and values are not copied: layers of both kinds replace them.
-            self._held.append({name: dict(v) if isinstance(v, dict) else v for name, v in vars(layer).items()})
+            self._snapshots.append({name: dict(v) if isinstance(v, dict) else v for name, v in vars(layer).items()})
             for name in _STATES:
                 states = vars(layer)[name]
                 vars(layer)[name] = {i: None if state is None else state.clone() for i, state in states.items()}
@@ -101,29 +99,29 @@ class Rewinder:
         for layer, length in zip(self._static, self._static_lengths, strict=True):
             layer.cumulative_length.copy_(length)
         for window in self._windows:
-            window.settle(0, 0)
-        for layer, held in zip(self._recurrent, self._held):
-            vars(layer).update(held)
-        self._held = []
+            window.roll_back(0, 0)
+        for layer, copied in zip(self._recurrent, self._snapshots):
+            vars(layer).update(copied)
+        self._snapshots = []
 
-    def settle(self, rows: int, committed: int) -> None:
+    def roll_back(self, rows: int, committed: int) -> None:
         """After a forward of `rows` tokens in all, of which `lag` and the first `committed` behind them stand."""
         surplus = rows - self.lag - committed
-        if surplus and self._held:
-            for layer, held in zip(self._recurrent, self._held, strict=True):
-                vars(layer).update(held)
+        if surplus and self._snapshots:
+            for layer, copied in zip(self._recurrent, self._snapshots, strict=True):
+                vars(layer).update(copied)
             surplus = rows
             self.lag += committed
         else:
             self.lag = 0
-        self._held = []
+        self._snapshots = []
         for layer in self._others:
             layer.crop(-surplus)
         if surplus:
             for layer in self._static:
                 layer.cumulative_length.sub_(surplus)  # in place: compiled code reads it where it lies
             for window in self._windows:
-                window.settle(rows, rows - surplus)
+                window.roll_back(rows, rows - surplus)
 
     def release(self) -> None:
         """After the last forward: layers drop again what lies outside of their windows, as in plain decoding."""
@@ -147,22 +145,22 @@ class _StaticWindow:
     def __init__(self, layer: StaticSlidingWindowLayer) -> None:
         self._layer, self.size = layer, layer.max_cache_len
         self._length = 0  # tokens read before the forward
-        self._held: list[torch.Tensor] | None = None
+        self._snapshots: list[torch.Tensor] | None = None
 
-    def hold(self, rows: int) -> None:
+    def snapshot(self, rows: int) -> None:
         self._length = self._layer.cumulative_length_int
         overflows = self._length + rows > self.size
-        self._held = [self._layer.keys.clone(), self._layer.values.clone()] if overflows else None
+        self._snapshots = [self._layer.keys.clone(), self._layer.values.clone()] if overflows else None
 
-    def settle(self, rows: int, stand: int) -> None:
-        """After a forward of `rows` tokens (at most W), of which the first `stand` do."""
-        for i, held in enumerate(self._held or ()):
+    def roll_back(self, rows: int, kept: int) -> None:
+        """After a forward of `rows` tokens (at most W), of which the first `kept` stay."""
+        for i, copied in enumerate(self._snapshots or ()):
             states = (self._layer.keys, self._layer.values)[i]  # [B, heads, W, d], written in place
-            read = states[:, :, self.size - rows : self.size - rows + stand]
-            kept = torch.cat([held[:, :, : self._length], read], dim=2)[:, :, -self.size :]
-            states[:, :, : kept.shape[2]] = kept
-        self._layer.cumulative_length_int = self._length + stand
-        self._layer.cumulative_length.fill_(self._length + stand)
+            read = states[:, :, self.size - rows : self.size - rows + kept]
+            whole = torch.cat([copied[:, :, : self._length], read], dim=2)[:, :, -self.size :]
+            states[:, :, : whole.shape[2]] = whole
+        self._layer.cumulative_length_int = self._length + kept
+        self._layer.cumulative_length.fill_(self._length + kept)
 
 
 _STATIC = (StaticLayer, StaticSlidingWindowLayer)  # these exactly: a subclass may keep more
@@ -175,7 +173,7 @@ def _layers(cache: Cache, target: PreTrainedModel) -> list[Any]:
 
 
 def check_cache(cache: Cache, target: PreTrainedModel) -> None:
-    """Refuse a cache that can't be put back to before a draft, as far as it shows (before the prefill, for a new one).
+    """Refuse a cache that can't be restored to before a draft, as far as it shows (before the prefill, for a new one).
 
     Raises:
         ValueError: quantised layers, static ones of a hybrid, a cache of its own kind.
@@ -186,9 +184,9 @@ def check_cache(cache: Cache, target: PreTrainedModel) -> None:
         usable = type(cache) is DynamicCache
     else:
         usable = type(cache) in (DynamicCache, StaticCache) or cache.is_croppable
-    if not usable or not all(_can_rewind(layer) for layer in layers):
+    if not usable or not all(_can_roll_back(layer) for layer in layers):
         raise ValueError(
-            f"Drafts can't be verified with this {type(cache).__name__} of {type(target).__name__}: it can't be rewound, since "
+            f"Drafts can't be verified with this {type(cache).__name__} of {type(target).__name__}: it can't be rolled back, since "
             "its layers can be neither cropped nor copied. Leave out cache_implementation and the cache, or decode without "
             "assistant_model."
         )
@@ -208,9 +206,9 @@ def check_room(cache: Cache, num_tokens: int) -> None:
         )
 
 
-def _can_rewind(layer: Any) -> bool:
+def _can_roll_back(layer: Any) -> bool:
     if isinstance(layer, LinearAttentionCacheLayerMixin) and not any(layer.is_conv_states_initialized.values()):
-        return True  # does not know yet whether it will be recurrent; `Rewinder` finds out
+        return True  # does not know yet whether it will be recurrent; `Rollback` finds out
     return type(layer) in _STATIC or _is_recurrent(layer) or layer.is_croppable
 
 
@@ -220,14 +218,14 @@ def _is_recurrent(layer: Any) -> bool:
 
 def _unusable(target: PreTrainedModel, reason: str) -> ValueError:
     return ValueError(
-        f"{type(target).__name__} keeps a state that can't be rewound, so drafts can't be verified with it: {reason}. Decode it "
+        f"{type(target).__name__} keeps a state that can't be rolled back, so drafts can't be verified with it: {reason}. Decode it "
         "without assistant_model."
     )
 
 
 @torch.no_grad()
-def check_rewinding(target: PreTrainedModel) -> None:
-    """Refuse a target whose state can't be put back; found out once for a model, on a tiny text.
+def check_rollback(target: PreTrainedModel) -> None:
+    """Refuse a target whose state can't be restored; found out once for a model, on a tiny text.
 
     Raises:
         ValueError: a state of a kind that we do not know, or one from which the target does not read on rightly.
@@ -247,9 +245,9 @@ def check_rewinding(target: PreTrainedModel) -> None:
         raise _unusable(target, f"its {', '.join(sorted(foreign))} is a cache of its own kind")
     if not any(isinstance(vars(layer).get("keys"), torch.Tensor) for layer in cache.layers):
         raise _unusable(target, "without a layer of attention its cache does not tell how many tokens it has read")
-    Rewinder(cache, target)
+    Rollback(cache, target)
     with _refusing(target):
-        got = _rewound_logits(target, ids)
+        got = _rolled_back_logits(target, ids)
     plain = torch.cat(wanted[1:])
     is_exact = (
         target.dtype.itemsize > 2 and torch.get_float32_matmul_precision() == "highest"
@@ -275,18 +273,18 @@ def _refusing(target: PreTrainedModel) -> Iterator[None]:
         raise _unusable(target, " ".join(str(error).split())[:200]) from error
 
 
-def _rewound_logits(target: PreTrainedModel, ids: torch.LongTensor) -> torch.Tensor:
+def _rolled_back_logits(target: PreTrainedModel, ids: torch.LongTensor) -> torch.Tensor:
     """Of all but the first three of `ids` [1, 9]: a round of which two tokens fall, and one that reads what stood again."""
     cache = _new_cache(target)
     _read(target, cache, ids[:, :3], 0)
-    rewinder = Rewinder(cache, target)
-    rewinder.hold(4)
+    rollback = Rollback(cache, target)
+    rollback.snapshot(4)
     first = _read(target, cache, torch.cat([ids[:, 3:5], ids[:, :2]], dim=1), 3)
-    rewinder.settle(rows=4, committed=2)
-    rows = rewinder.lag + 3
-    rewinder.hold(rows)
+    rollback.roll_back(rows=4, committed=2)
+    rows = rollback.lag + 3
+    rollback.snapshot(rows)
     second = _read(target, cache, ids[:, 8 - rows : 8], 8 - rows)
-    rewinder.settle(rows, committed=3)
+    rollback.roll_back(rows, committed=3)
     return torch.cat([first[:2], second[-3:], _read(target, cache, ids[:, 8:], 8)])
 
 

@@ -1,263 +1,239 @@
-"""The decoding loop behind `generate(assistant_model=drafter)`: draft, verify once, commit.
+"""One round of speculative decoding for n sequences (paper §2.1, §3.2.2, §5.2). Start reading at `Speculation.round`.
 
-Owns: rounds, the target's cache, stopping token by token, the outputs. Does not own: drafting (`candidates`), the
-acceptance rule (`verification`), taking features (`targets`).
-Axes: L committed tokens, K drafted tokens, V vocabulary; the batch is one sequence.
-
-transformers' own assisted loop feeds cached tokens again in a second turn, looks at stopping criteria once a round and
-keeps no statistics; this one ends with the cache, tokens and outputs that plain decoding has.
+`generate()` is n = 1 (`generation`), the engine n (`engine.engine`). Axes: n sequences, B rows of one forward of the target.
 """
 
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput
-from transformers.utils import ModelOutput
+from transformers import PreTrainedModel
+from transformers.utils import logging
 
-from ..linear.linear_layers import tuned
-from ..model.modeling_dspark import DSparkDraftModel
-from ..model.sampler_dspark import DraftBlock
-from .candidates import DSparkCandidateGenerator, policy_of
-from .commit import Choice, Text, choose
-from .compat import CACHE_ARGUMENT, cache_of
-from .compiled import CompiledForward, compiled_forward, uncompiled
-from .draft_context import context_of, keep_context
-from .quick_forward import grouped_attention, ordinary_buffers
-from .rollback import Rewinder, check_cache, check_room
-from .stats import GenerationStats, RoundRecord, synchronize
-from .targets import TargetTaps, check_image_mask, length_dependent_rope, most_read_alike
+from ..scheduling.policy import Plan, Policy, RoundRecord, SequenceRecord, SequenceState
+from .acceptance import accept
+from .backend import Backend, Reading, Rows
+from .drafting import Drafting
+from .prompt_lookup import MOST_TOKENS, Copy, PromptLookup
+from .proposal import Proposal
+from .ragged_cache import is_out_of_memory
+from .sequence import Choice, TextSequence
+from .target import placeholder_ids
 
-# Arguments with a line for each token that grow rightly by one line at a time only.
-_GROWN_BY_ONE = ("token_type_ids", "cross_attention_mask", "image_attention_mask")
+logger = logging.get_logger(__name__)
 
 
-def speculative_decoding(
-    target: PreTrainedModel,
-    input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    drafter: DSparkDraftModel,
-    streamer: BaseStreamer | None = None,
-    **model_kwargs: Any,
-) -> GenerateDecoderOnlyOutput | torch.LongTensor:
-    """Decode one sequence; arguments and result as in transformers' `_assisted_decoding`."""
-    cache = model_kwargs[CACHE_ARGUMENT]
-    check_cache(cache, target)
-    check_room(cache, _most_read(input_ids, generation_config, model_kwargs))
-    compiled = compiled_forward(target, drafter, generation_config, model_kwargs)
-    policy = policy_of(target, drafter)  # measures this machine at first use
-    loop = _Loop(target, logits_processor, stopping_criteria, generation_config, drafter, streamer, policy, compiled)
-    # Compiled code has forms of its own, and would be made anew for ours.
-    quick = grouped_attention() if compiled is None else nullcontext()
-    with tuned(target, drafter, of_target=compiled is None), quick, loop.stats.timed("total"):
-        try:
-            return loop.run(input_ids, model_kwargs)
-        finally:
-            ordinary_buffers(target)
-            ordinary_buffers(drafter)
+class Speculation:
+    """Rounds of a target (behind `backend`) and a drafter, if there is one. cap: most tokens drafted for one sequence.
 
+    make_room: called where a forward's memory runs out, with its rows and the error; gives the rows to go on with.
+    """
 
-def _most_read(input_ids: torch.LongTensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
-    """Tokens of the whole text at the most, cached and embedded ones included."""
-    mask, new = model_kwargs.get("attention_mask"), config.max_length - input_ids.shape[1]
-    if mask is not None and mask.ndim == 2:
-        return mask.shape[1] + new
-    # Where it was all ones, transformers 5.24 drops the mask and keeps its length.
-    return vars(config).get("_mask_length", input_ids.shape[1]) + new
-
-
-def _least(*limits: int | None) -> int | None:
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-class _Loop:
     def __init__(
-        self, target, logits_processor, stopping_criteria, generation_config, drafter, streamer, policy, compiled
+        self,
+        target: PreTrainedModel,
+        backend: Backend,
+        drafting: Drafting | None = None,
+        policy: Policy | None = None,
+        cap: int = 0,
+        make_room: Callable[[list[Rows], Exception], list[Rows]] | None = None,
     ) -> None:
-        self.target, self.drafter, self.streamer, self.policy = target, drafter, streamer, policy
-        self.compiled: CompiledForward | None = compiled
-        self.processors, self.criteria, self.config = logits_processor, stopping_criteria, generation_config
-        self.rope = length_dependent_rope(target)
-        self.hidden_states: tuple = ()
-        self.attentions: tuple = ()
-        self.stats = GenerationStats(drafter.config.num_draft_tokens, type(policy.admission).__name__)
+        self.target, self.backend, self.drafting, self.policy, self.cap = target, backend, drafting, policy, cap
+        self.make_room = make_room
+        # A cap below what the drafter can do is the user's, and holds for copies too.
+        whole = drafting is None or cap >= drafting.drafter.config.num_draft_tokens
+        self._most_copied = MOST_TOKENS if whole else cap
+        self._placeholders = placeholder_ids(target)
 
-    def run(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]):
-        config = self.config
-        keep = config.return_dict_in_generate
-        text = Text(input_ids, config, self.criteria, self.streamer)
-        cache = model_kwargs[CACHE_ARGUMENT]
-        check_image_mask(self.target, cache, model_kwargs)
-        mask = model_kwargs.get("attention_mask")
-        cached = int(cache.get_seq_length())  # a static cache counts in a tensor that goes on growing
-        real = None if mask is None else mask[0].bool()
-        num_known = cached if real is None else int(real[:cached].sum())
-        context = context_of(cache, self.drafter, num_known)
-        candidates = DSparkCandidateGenerator(
-            self.drafter,
-            self.target,
-            config,
-            self.processors,
-            context,
-            policy=self.policy if self.compiled is None else self.compiled.stepped(self.policy),
-            sizes=() if self.compiled is None else self.compiled.sizes,
-        )
-        with TargetTaps(self.target, self.drafter.config.target_layer_ids) as taps:
-            with self.stats.timed("prefill"):
-                outputs = self.target._prefill(input_ids, uncompiled(config), model_kwargs)
-                features = taps.take(self.drafter.device)
-                synchronize(input_ids.device)
-            cache = cache_of(outputs)
-            rewinder = Rewinder(cache, self.target)
-            outlives = keep or getattr(cache, "_is_user_defined", False)
-            self.stats.prompt_tokens = features.shape[1]
-            candidates.observe(
-                features if real is None else features[:, real[-features.shape[1] :].to(features.device)]
-            )
-            del features  # of the whole prompt, where the context may keep the last ones alone
-            keep_context(cache, context)
-            try:
-                choice = self._choose(outputs.logits[:, -1:], text.input_ids, None, candidates)
-                model_kwargs = self._commit(text, choice, outputs, model_kwargs, rows=None)
-                while not text.finished:
-                    outputs, model_kwargs = self._round(text, candidates, taps, rewinder, outputs, model_kwargs)
-                if rewinder.lag and outlives:
-                    with self.stats.timed("verify"):
-                        self._forward(text.input_ids[:, :-1], rewinder.lag, model_kwargs, taps)
-            finally:
-                if outlives:
-                    rewinder.release()
-        if self.streamer is not None:
-            self.streamer.end()
-        self.drafter.last_generation = self.stats
-        if not keep:
-            return text.input_ids
-        return GenerateDecoderOnlyOutput(
-            sequences=text.input_ids,
-            scores=text.scores,
-            logits=text.logits,
-            attentions=self.attentions or None,
-            hidden_states=self.hidden_states or None,
-            **{CACHE_ARGUMENT: cache},
-        )
+    def round(
+        self, sequences: Sequence[TextSequence], reading: Mapping[TextSequence, Rows] | None = None
+    ) -> RoundRecord:
+        """Plan, draft, schedule, verify, accept, keep and commit, learn.
 
-    def _round(
-        self, text: Text, candidates, taps: TargetTaps, rewinder: Rewinder, outputs, model_kwargs: dict[str, Any]
-    ):
-        """Returns the outputs of this round's forward and the arguments of the next one."""
-        stats, before = self.stats, text.input_ids.shape[1]
-        started, spent = time.perf_counter(), (stats.draft_seconds, stats.verify_seconds)
-        with stats.timed("scheduling"):
-            most = _least(
-                rewinder.most_drafted(self.drafter.config.num_draft_tokens), most_read_alike(self.rope, before)
+        reading: pieces of prompts that share the forward; one that asks for logits has its first token with it. What a
+        sequence's own processors, criteria or streamer raise is in its `error`; it is left out of the record.
+        """
+        reading, started = reading or {}, time.perf_counter()
+        prefill_rows = sum(len(rows.token_ids) for rows in reading.values())
+        lengths = {s: s.length for s in sequences}
+        states, copies, plans = self._plan(sequences, prefill_rows)
+        proposals = self._draft(sequences, plans, copies)
+        drafted_at = time.perf_counter()
+
+        scheduled = dict(zip(sequences, self._schedule(proposals)))
+        rows = [_rows(s, proposal) for s, proposal in scheduled.items()] + list(reading.values())
+        depth = sum(state.depth for state in states) // max(len(states), 1)
+        rows, padding, readings = self._verify(rows, depth, pads=not reading)
+        verified_at = time.perf_counter()
+
+        accepted, replayed = self._commit(rows, readings, scheduled)
+        if self.target.device.type != "cpu":  # it is waited for where the choice is read, so its forward ends here
+            verified_at = time.perf_counter()
+
+        seconds = drafted_at - started, verified_at - drafted_at
+        records = []
+        for s, state, plan, whole in zip(sequences, states, plans, proposals):
+            committed, proposal = s.length - lengths[s], scheduled[s]
+            if s.error is not None or not committed:  # it failed, or made room for the others
+                continue
+            of_sequence = SequenceRecord(
+                id=s.id,
+                depth=state.depth,
+                planned=plan.tokens,
+                parked=plan.parked,
+                drafted=len(whole),
+                verified=len(proposal),
+                accepted=accepted[s],
+                committed=committed,
+                rows=len(proposal) + 1 + replayed + (padding if len(sequences) == 1 else 0),
+                survival=proposal.survival,
+                confidence_logits=whole.confidence_logits(),
+                replayed=replayed,
+                copied=plan.copied,
             )
-            planned = candidates.plan(text.input_ids, most, text.new_tokens)
-        with stats.timed("draft"):
-            block = candidates.draft(text.input_ids)
-        drafted = 0 if block is None else block.token_ids.shape[1]
-        candidate_ids = text.input_ids
-        if drafted:
-            candidate_ids = torch.cat([candidate_ids, block.token_ids.to(candidate_ids.device)], dim=1)
-        lag = rewinder.lag
-        new_rows = candidates.rows(drafted, before) if rewinder.may_pad else drafted + 1
-        with stats.timed("verify"):
-            rewinder.hold(lag + new_rows, may_fall=drafted > 0)
-            padding = candidate_ids[:, -1:].expand(-1, new_rows - drafted - 1)
-            arguments = self._grown(outputs, model_kwargs, new_rows - 1)
-            try:
-                outputs = self._forward(torch.cat([candidate_ids, padding], dim=1), lag + new_rows, arguments, taps)
-            except BaseException:
-                rewinder.undo()
-                raise
-        features = taps.take(self.drafter.device)[:, lag:]
-        logits = self._ordinary(outputs.logits[:, -new_rows:][:, : drafted + 1])
-        try:
-            # An accelerator is waited for here alone, where the choice is read, so its forward's time ends here too.
-            with nullcontext() if candidate_ids.device.type == "cpu" else stats.timed("verify"):
-                choice = self._choose(logits, candidate_ids, block, candidates)
-            model_kwargs = self._commit(text, choice, outputs, model_kwargs, lag + new_rows, lag)
-        finally:  # also where a streamer or a stopping criterion raises: the cache may be the user's
-            committed = text.length - before
-            rewinder.settle(lag + new_rows, committed)
-            candidates.observe(features[:, :committed])
+            s.stats.count(of_sequence, *seconds)
+            records.append(of_sequence)
         record = RoundRecord(
-            planned,
-            candidates.parked,
-            drafted,
-            drafted,
-            min(choice.accepted, committed),
-            lag + new_rows,
-            [] if block is None else block.survival[0],
-            None if block is None or block.confidence_logits is None else block.confidence_logits.clone(),
-            lag,
-            candidates.copy is not None,
+            sequences=records,
+            rows=sum(len(row.token_ids) for row in rows) + padding + replayed,
+            prefill_rows=prefill_rows,
+            backlog=0 if self.drafting is None else self.drafting.backlog,
+            draft_seconds=seconds[0],
+            verify_seconds=seconds[1],
+            seconds=time.perf_counter() - started,
+            reading=len(reading),
         )
-        stats.count_round(record)
-        stats.scheduling_seconds += 0.0 if block is None else block.policy_seconds
-        with stats.timed("scheduling"):
-            seconds = (
-                stats.draft_seconds - spent[0],
-                stats.verify_seconds - spent[1],
-                time.perf_counter() - started,
-            )
-            candidates.end_round(before, record, committed, seconds)
-        return outputs, model_kwargs
+        if self.policy is not None and records:
+            self.policy.learn(record)
+        return record
 
-    def _forward(self, ids: torch.LongTensor, rows: int, model_kwargs: dict[str, Any], taps: TargetTaps) -> ModelOutput:
-        """The target over the last `rows` of `ids` [1, L]; `model_kwargs` are those of a text of L tokens."""
-        inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=rows, **model_kwargs)
-        if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = rows
-        if self.compiled is not None:
-            return self.compiled(taps, inputs)
-        # A tenth faster than without gradients alone, where a forward is many small operations.
-        with torch.inference_mode():
-            return self.target(**inputs, return_dict=True)
+    # -- the parts of a round ----------------------------------------------------------------------------------------
 
-    def _ordinary(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits that processors may write into, and that may be kept."""
-        return logits.clone() if self.processors or self.config.return_dict_in_generate else logits
+    def _plan(
+        self, sequences: Sequence[TextSequence], prefill_rows: int
+    ) -> tuple[list[SequenceState], list[Copy | None], list[Plan]]:
+        """How far each sequence may draft, before any token exists; and what it could copy from its text instead."""
+        states, copies = [], []
+        for s in sequences:
+            copy, limit = None, 0
+            if self.policy is not None:
+                started, room = time.perf_counter(), self.backend.room(s)
+                copy = self._look_up(s, room)
+                limit = max(min(room, self.cap), 0) if s.draft_context.num_kept else 0
+                s.stats.scheduling_seconds += time.perf_counter() - started
+            survival = () if copy is None else s.lookup.estimate.survival(copy.match, len(copy.tokens))
+            states.append(SequenceState(s.id, s.length - 1, limit, survival))
+            copies.append(copy)
+        if self.policy is None or not sequences:
+            return states, copies, [Plan(0)] * len(states)
+        started = time.perf_counter()
+        plans = self.policy.plan(states, prefill_rows)
+        for s in sequences:
+            s.stats.scheduling_seconds += time.perf_counter() - started
+        return states, copies, plans
 
-    def _grown(self, outputs, model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
-        """A copy of the arguments that is as `count` steps of plain decoding would leave it."""
-        kwargs = dict(model_kwargs)
-        # transformers repeats as many of the last types as there are new tokens, and one line of a mask over images.
-        one_by_one = any(kwargs.get(name) is not None for name in _GROWN_BY_ONE)
-        for number in [1] * count if one_by_one else [count] * (count > 0):
-            kwargs = self.target._update_model_kwargs_for_generation(
-                outputs, kwargs, is_encoder_decoder=False, num_new_tokens=number
-            )
-        return kwargs
+    def _look_up(self, s: TextSequence, room: int) -> Copy | None:
+        """What followed an earlier run like the text's end, where the policy can weigh it against a block."""
+        if not (self.policy is not None and self.policy.weighs_copies and self.drafting is not None):
+            return None
+        if not self.drafting.options.lookup_drafts:
+            return None
+        if s.lookup is None:
+            s.lookup = PromptLookup(self._placeholders)
+        known = len(s.lookup)
+        new = s.length - known
+        # The device is not asked for what the host knows.
+        tokens = s.new_tokens[-new:] if new <= len(s.new_tokens) else s.input_ids[0, known:].tolist()
+        # Of the prompt it is not learned: what repeats there says little of what the target will repeat.
+        s.lookup.extend(tokens, learn=known > 0)
+        return s.lookup.propose(min(room, self._most_copied))
 
-    def _choose(self, logits, candidate_ids, block: DraftBlock | None, candidates) -> Choice:
-        probs = None
-        if self.config.do_sample and block is not None and block.token_ids.shape[1]:
-            probs = candidates.full_probs(block)
-        return choose(self.processors, self.config.do_sample, candidate_ids, logits[0], probs)
+    def _draft(
+        self, sequences: Sequence[TextSequence], plans: list[Plan], copies: Sequence[Copy | None]
+    ) -> list[Proposal]:
+        """What each sequence proposes; `plans` of blocks that could not be made become plain steps."""
+        proposals = [_nothing(s) for s in sequences]
+        if self.drafting is None or self.policy is None:
+            return proposals
+        try:
+            limits = [0 if plan.copied else plan.tokens for plan in plans]
+            with torch.inference_mode():
+                proposals = self.drafting.draft(sequences, limits, self.policy)
+            for s in sequences:
+                s.stats.scheduling_seconds += self.drafting.policy_seconds
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning_once("There is too little memory for drafting; this round and maybe others decode plainly.")
+            plans[:] = [plan if plan.copied else Plan(0) for plan in plans]
+        for i, (s, plan, copy) in enumerate(zip(sequences, plans, copies)):
+            if plan.copied and copy is not None:
+                proposals[i] = Proposal.chain(s.input_ids.new_tensor(copy.tokens[: plan.tokens]), "copy")
+        return proposals
+
+    def _schedule(self, proposals: Sequence[Proposal]) -> list[Proposal]:
+        """What is verified of each proposal: the nodes worth their rows."""
+        if self.policy is None or not proposals:
+            return list(proposals)
+        counts = self.policy.schedule([p.survival for p in proposals], [len(p) for p in proposals])
+        return [p if count == len(p) else p.cut(count) for p, count in zip(proposals, counts)]
+
+    def _verify(self, rows: list[Rows], depth: int, pads: bool) -> tuple[list[Rows], int, list[Reading]]:
+        """One forward over all rows; those that it had in the end, and how many idle ones."""
+        count = sum(len(row.token_ids) for row in rows)
+        rates = None if self.policy is None else self.policy.step_rates
+        wanted = rates.padded_rows(count, depth) if rates is not None and pads else count
+        padding = self.backend.padded(count, wanted) - count if pads else 0
+        while rows:
+            try:
+                return rows, padding, self.backend.read(rows, padding)
+            except Exception as error:
+                if self.make_room is None or not is_out_of_memory(error):
+                    raise
+                rows = self.make_room(rows, error)
+        return [], 0, []
 
     def _commit(
-        self, text: Text, choice: Choice, outputs, model_kwargs, rows: int | None, lag: int = 0
-    ) -> dict[str, Any]:
-        """`rows`: tokens of the target's forward, `None` for the prefill; `lag` of them came before the anchor."""
-        committed = text.commit(choice, lambda i: self._record(outputs, lag + i, rows))
-        self.stats.new_tokens += committed
-        # Nothing reads the last token of a finished text.
-        return self._grown(outputs, model_kwargs, committed - text.finished)
+        self, rows: Sequence[Rows], readings: Sequence[Reading], proposals: Mapping[TextSequence, Proposal]
+    ) -> tuple[dict[TextSequence, int], int]:
+        """Accept and append; the cache keeps what the text has, also where an exception ends this half-way.
 
-    def _record(self, outputs, i: int, rows: int | None) -> None:
-        """Keep hidden states and attentions of one committed token where they were asked for."""
-        if not self.config.return_dict_in_generate:
-            return
-        own = slice(None) if rows is None else slice(i, i + 1)
-        if self.config.output_hidden_states:
-            self.hidden_states += (tuple(layer[:, own].clone() for layer in outputs.hidden_states),)
-        if self.config.output_attentions:
-            behind = 0 if rows is None else rows - 1 - i  # tokens that came after this one in the same forward
-            self.attentions += (tuple(a[..., own, : a.shape[-1] - behind].clone() for a in outputs.attentions),)
+        Returns how many nodes of each proposal were appended, and the rows that were read again.
+        """
+        before = {row.sequence: row.sequence.length for row in rows}
+        asked = [(row.sequence, reading.logits) for row, reading in zip(rows, readings) if row.keep]
+        accepted: dict[TextSequence, int] = {}
+        try:
+            sequences = [s for s, _ in asked]
+            of = [proposals.get(s) or _nothing(s) for s in sequences]
+            for s, choice in zip(sequences, accept(sequences, of, [logits for _, logits in asked])):
+                if isinstance(choice, Choice):
+                    accepted[s] = s.commit(choice)
+                else:
+                    s.error = choice
+        finally:
+            paths = []
+            for row, reading in zip(rows, readings):
+                s = row.sequence
+                count = s.length - before[s] if s in proposals else len(row.token_ids)
+                paths.append(range(count))
+                if reading.features is not None:
+                    s.draft_context.add(reading.features[:, :count])
+            replayed = self.backend.keep(paths)
+        return accepted, replayed
+
+    def first_token(self, s: TextSequence, logits: torch.Tensor) -> None:
+        """The first token of a prompt that the backend has read by itself, by its logits [1, V]."""
+        # Given as embeddings, it has no ids of its own.
+        self._commit([Rows(s, s.input_ids.new_zeros(1), keep=1)], [Reading(logits, None)], {})
+
+
+def _nothing(s: TextSequence) -> Proposal:
+    return Proposal.chain(s.input_ids.new_zeros(0))
+
+
+def _rows(s: TextSequence, proposal: Proposal) -> Rows:
+    """The anchor and what is verified behind it."""
+    return Rows(s, torch.cat([s.input_ids[0, -1:], proposal.token_ids]), keep=len(proposal) + 1)

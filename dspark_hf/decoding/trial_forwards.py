@@ -1,7 +1,5 @@
 """Forwards of a target that are run for their time alone.
 
-Owns: a cache of a given depth, one forward over it that leaves it as it was, a progress bar for such measurements.
-Does not own: what is timed and kept (`profiling`, `linear_choices`).
 Axes: rows of one forward, `depth` tokens of context.
 """
 
@@ -16,7 +14,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from .compat import CACHE_ARGUMENT
-from .rollback import Rewinder
+from .rollback import Rollback
 
 
 @contextmanager
@@ -60,11 +58,11 @@ def filled_cache(target: PreTrainedModel, depth: int) -> DynamicCache:
 
 def target_run(target: PreTrainedModel, cache: DynamicCache, rows: int) -> Callable[[], None]:
     ids = torch.ones(1, rows, dtype=torch.long, device=target.device)
-    rewinder = Rewinder(cache, target)
+    rollback = Rollback(cache, target)
 
     def run() -> None:
-        rewinder.hold(rows)
+        rollback.snapshot(rows)
         target(input_ids=ids, **_forward_arguments(target, cache, rows))
-        rewinder.settle(rows, committed=0)
+        rollback.roll_back(rows, committed=0)
 
     return run

@@ -1,18 +1,15 @@
-"""`BatchEngine`: many requests, one ragged verification per step (paper §3.2.2, §5.2).
+"""`BatchEngine`: many requests, one round of all of them per step (paper §3.2.2, §5.2); `generate_batch` for a fixed list.
 
-Owns: which requests run, the step (gate, draft all, schedule, verify once, commit), faults of single requests.
-Does not own: forwards (`runner`), drafting (`drafting`), sharing out the verification (`scheduling.batch`), acceptance.
-Axes: R requests that decode, B rows of one forward of the target.
-
-Start reading at `BatchEngine._step`.
+Axes: R requests that decode. Start reading at `BatchEngine._step`; a round is `decoding.speculative`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,33 +18,31 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from ..decoding.commit import Text
+from ..decoding.backend import Rows
+from ..decoding.default_policy import checked, policy_of
+from ..decoding.drafting import Drafting
 from ..decoding.hook import check_pair
-from ..decoding.stats import GenerationStats, synchronize
+from ..decoding.ragged_target import RaggedTarget, check_target
+from ..decoding.speculative import Speculation
+from ..decoding.statistics import GenerationStats
 from ..linear.linear_layers import tuned
 from ..model.modeling_dspark import DSparkDraftModel
-from ..scheduling.batch import BatchPolicy, BatchRequest, StepOutcome
+from ..scheduling.policy import Policy
 from ..scheduling.step_costs import StepRates
-from .batch_policy_of import batch_policy_of, check_policy
-from .drafting import BatchDrafter
-from .queue import RequestQueue, is_out_of_memory, no_memory
-from .runner import Runner, Span, SpanOutput, check_target
-from .sequence import FinishReason, Prepared, Request, RequestOutput, check_room, prepare, prompt_tensor
-from .stats import EngineStats, StepRecord
-from .turn import Turn
+from .queue import RequestQueue, no_memory
+from .request import FinishReason, Prepared, Request, RequestOutput, check_room, prepare, prompt_tensor
 
 logger = logging.get_logger(__name__)
-_LAZY_FEATURES = 64  # features a request may gather while it is not drafting, before they are projected all the same
 
 
 class BatchEngine:
     """Decodes many requests together. `add` them, then `step` or `run`; see `generate_batch` for a fixed list.
 
     step_rates: this machine's table, measured at first use by default. max_sequences: most requests at once.
-    max_tokens_in_cache: most tokens that the requests let in may come to hold together (prompt and budget of each); the
+    max_tokens_in_cache: most tokens that the running requests may come to hold together (prompt and budget of each); the
     others wait. keep_finished: so many finished texts keep their cache, for a prompt that begins as they do (the next turn of
-    a conversation). prefill_chunk: prompt tokens read in one step beside requests that decode. policy: how the verification is
-    shared out; by default as the drafter is set, the lookahead for a calibrated one. Without a drafter it decodes plainly.
+    a conversation). prefill_chunk: prompt tokens read in one step beside requests that decode. policy: how far each request
+    drafts; by default as in `drafter.options`. Without a drafter it decodes plainly.
 
     Raises:
         ValueError: a target that the engine can't serve, a drafter that does not fit it, limits below 1.
@@ -63,7 +58,7 @@ class BatchEngine:
         max_tokens_in_cache: int | None = None,
         prefill_chunk: int | None = None,
         keep_finished: int = 0,
-        policy: BatchPolicy | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self.target, self.model = target, drafter
         if prefill_chunk is None:
@@ -76,25 +71,37 @@ class BatchEngine:
         for name, value in limits.items():
             if value is not None and value < 1:
                 raise ValueError(f"BatchEngine: {name} must be at least 1, got {value}.")
-        self._runner = Runner(target, drafter)
+        self._backend = RaggedTarget(target, drafter)
         check_target(target)
-        self._drafter: BatchDrafter | None = None
-        self._cap, self.policy = 0, None if drafter is None else policy
+        drafting, cap = None, 0
         if drafter is not None:
             check_pair(target, drafter)
-            self._drafter = BatchDrafter(drafter)
-            self._cap = drafter.config.num_draft_tokens
             if policy is None:
-                self.policy, self._cap = batch_policy_of(target, drafter, step_rates, max_sequences)
-            check_policy(self.policy, drafter)
-        self._queue = RequestQueue(
-            self._runner, self._drafter, max_sequences, max_tokens_in_cache, prefill_chunk, keep_finished
+                policy, cap = policy_of(target, drafter, max_sequences, step_rates)
+            else:
+                policy, cap = checked(policy, drafter), drafter.config.num_draft_tokens
+            drafting = Drafting(drafter)
+        self._speculation = Speculation(
+            target, self._backend, drafting, None if drafter is None else policy, cap, self._make_room
         )
-        self.stats = EngineStats("plain" if self.policy is None else type(self.policy).__name__)
+        self._queue = RequestQueue(
+            self._backend.store, drafter, max_sequences, max_tokens_in_cache, prefill_chunk, keep_finished
+        )
+        length = 0 if drafter is None else drafter.config.num_draft_tokens
+        self.stats = GenerationStats.of_engine(length, "plain" if self.policy is None else type(self.policy).__name__)
         self._ids = itertools.count()
         self._done: list[RequestOutput] = []
         self._cancelled: set[int] = set()
         self._stepping = False
+
+    @property
+    def policy(self) -> Policy | None:
+        """How far each request drafts; `None` without a drafter."""
+        return self._speculation.policy
+
+    @policy.setter
+    def policy(self, policy: Policy | None) -> None:
+        self._speculation.policy = policy
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -134,12 +141,12 @@ class BatchEngine:
             if self.model.device != self.target.device:
                 draft_generator = torch.Generator(self.model.device).manual_seed(seed + 1)
         return Request(
+            prepared,
+            streamer,
+            GenerationStats(length, self.stats.policy),
             id=next(self._ids),
-            prepared=prepared,
-            text=Text(prepared.input_ids, prepared.config, prepared.criteria, streamer),
             generator=generator,
             draft_generator=draft_generator,
-            stats=GenerationStats(length, self.stats.policy),
         )
 
     def cancel(self, request_id: int) -> bool:
@@ -164,12 +171,12 @@ class BatchEngine:
     @property
     def cache_tokens(self) -> int:
         """Tokens held in the target's cache."""
-        return self._runner.store.num_tokens
+        return self._backend.store.num_tokens
 
     @property
     def cache_bytes(self) -> int:
         """Memory of the caches of target and drafter."""
-        return self._runner.store.num_bytes + (0 if self._drafter is None else self._drafter.store.num_bytes)
+        return self._backend.store.num_bytes + self._queue.draft_store.num_bytes
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -194,7 +201,7 @@ class BatchEngine:
     @contextmanager
     def _armed(self) -> Iterator[None]:
         layers = contextlib.nullcontext() if self.model is None else tuned(self.target, self.model)
-        with torch.inference_mode(), layers, self._runner.armed():
+        with torch.inference_mode(), layers, self._backend.armed():
             yield
 
     def interrupt(self) -> list[RequestOutput]:
@@ -223,163 +230,48 @@ class BatchEngine:
             self._finish(request, reason, error)
 
     def _step(self) -> None:
-        """Gate, draft all, schedule, verify once, commit."""
-        started = time.perf_counter()
-        self._let_in()
+        """Admit, then one round: running requests decode while pieces of prompts are read beside them."""
+        self._admit()
         chunks = self._queue.chunks()
-        turns = [Turn(r, self._ask(r)) for r in self._queue.running if not r.is_reading]
-        if not chunks and not turns:
+        decoding = [r for r in self._queue.running if not r.is_reading]
+        if not chunks and not decoding:
             return
-        prefill_rows = sum(chunks.values())
-        backlog = self._draft(turns, prefill_rows)
-        drafted = time.perf_counter()
-
-        spans = {turn.request: turn.span() for turn in turns}
-        padding = self._padding(spans, prefill_rows)
-        spans |= {r: Span(r.place, r.unread[:n], keep=int(n == len(r.unread))) for r, n in chunks.items()}
-        outputs = self._verify(spans, padding)
-        synchronize(self.target.device)
-        verified = time.perf_counter()
-
-        draft_seconds, verify_seconds = drafted - started, verified - drafted
-        for turn in turns:
-            if turn.request in outputs:
-                self._commit(turn, outputs[turn.request], draft_seconds, verify_seconds)
-        first = sum(self._read(r, outputs[r], verified - started) for r in chunks if r in outputs)
-        seconds = time.perf_counter() - started
-        rows = sum(len(span.token_ids) for span in spans.values()) + padding
-        done = [t for t in turns if t.committed]  # the others' requests failed, or made way
-        if self.policy is not None and done:
-            self.policy.end_step(
-                StepOutcome(
-                    requests=[t.asked for t in done],
-                    limits=[t.draft.limit for t in done],
-                    verified=[t.verified for t in done],
-                    accepted=[t.accepted for t in done],
-                    committed=[t.committed for t in done],
-                    survival=[t.draft.survival for t in done],
-                    rows=rows,
-                    prefill_rows=prefill_rows,
-                    backlog=backlog,
-                    draft_seconds=draft_seconds,
-                    verify_seconds=verify_seconds,
-                    seconds=seconds,
-                )
-            )
-        for request in [r for r in self._queue.running if r.text.finished]:
-            self._finish(request, request.reason)
-        self.stats.count(
-            StepRecord(
-                decoding=len(turns),
-                reading=len(chunks),
-                waiting=len(self._queue.waiting),
-                rows=rows,
-                prefill_rows=prefill_rows,
-                drafted=sum(len(t.draft.token_ids) for t in turns),
-                verified=sum(t.verified for t in turns),
-                accepted=sum(t.accepted for t in turns),
-                committed=sum(t.committed for t in turns) + first,
-                cache_tokens=self.cache_tokens,
-                cache_bytes=self.cache_bytes,
-                draft_seconds=draft_seconds,
-                verify_seconds=verify_seconds,
-                seconds=seconds,
-            )
+        started, before = time.perf_counter(), {r: len(r.new_tokens) for r in chunks}
+        record = self._speculation.round(decoding, chunks)
+        for request, rows in chunks.items():
+            request.stats.prefill_seconds += time.perf_counter() - started
+            if request.slot is not None:  # it did not make room for others
+                request.stats.prompt_tokens += len(rows.token_ids)
+        first_tokens = sum(len(r.new_tokens) - n for r, n in before.items())
+        for request in list(self._queue.running):
+            if request.error is not None:
+                self._finish(request, "error", request.error)
+            elif request.finished:
+                self._finish(request, request.reason)
+        record = dataclasses.replace(
+            record, waiting=len(self._queue.waiting), cache_tokens=self.cache_tokens, cache_bytes=self.cache_bytes
         )
+        self.stats.count_round(record, first_tokens)
 
-    def _let_in(self) -> None:
+    def _admit(self) -> None:
         for request_id in list(self._cancelled):
             self._cancelled.discard(request_id)
             if (request := self._queue.find(request_id)) is not None:
                 self._finish(request, "cancelled")
-        for request, error in self._queue.let_in():
+        for request, error in self._queue.admit():
             self._finish(request, "error", error)
 
-    def _ask(self, request: Request) -> BatchRequest:
-        """What the policy may know of a request: its depth, and the room it has for drafts."""
-        length = request.text.length
-        # The target's own token needs a place too, and a draft some context.
-        room = min(request.capacity - length - 1, self._cap)
-        has_context = request.draft_slot is not None or request.pending
-        return BatchRequest(request.id, length - 1, max(room, 0) if has_context else 0)
-
-    def _draft(self, turns: list[Turn], prefill_rows: int) -> int:
-        """Fill in the turns' drafts and how much of them is verified; returns the context tokens taken in first."""
-        if self.policy is None or self._drafter is None:
-            return 0
-        requests, limits, backlog = [t.request for t in turns], [], 0
-        if turns:
-            limits = self.policy.begin_step([t.asked for t in turns], prefill_rows)
-        drafting = {r for r, n in zip(requests, limits) if n}
-        try:
-            backlog = self._drafter.extend(
-                [r for r in self._queue.running if r in drafting or r.num_pending >= _LAZY_FEATURES]
-            )
-            if not turns:
-                return backlog
-            for turn, draft in zip(turns, self._drafter.draft(requests, limits, self.policy)):
-                turn.draft = draft
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            logger.warning_once("There is too little memory for drafting; this step and maybe others decode plainly.")
-            return backlog
-        drafted = [len(t.draft.token_ids) for t in turns]
-        for turn, count in zip(turns, self.policy.select([t.draft.survival for t in turns], drafted)):
-            turn.verified = count
-        return backlog
-
-    def _padding(self, spans: dict[Request, Span], prefill_rows: int) -> int:
-        """Rows by which a forward over `spans` is the cheaper; none beside prompts, which fill it anyway."""
-        rates = None if self.policy is None else self.policy.step_rates
-        if rates is None or prefill_rows or not spans:
-            return 0
-        rows = sum(len(span.token_ids) for span in spans.values())
-        depth = sum(span.slot.length for span in spans.values()) // len(spans)
-        return rates.padded_rows(rows, depth) - rows
-
-    def _verify(self, spans: dict[Request, Span], padding: int) -> dict[Request, SpanOutput]:
-        """One forward over all spans. Where memory runs out, the request let in last makes way for the others."""
-        while spans:
-            try:
-                for span in spans.values():
-                    self._runner.store.reserve(span.slot, span.slot.length + len(span.token_ids))
-                outputs = self._runner.forward(list(spans.values()), padding)
-                return dict(zip(spans, outputs))
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                last = max(spans, key=self._queue.running.index)
-                del spans[last]
-                if len(self._queue.running) > 1:
-                    self._queue.evict(last)
-                else:
-                    self._finish(last, "error", no_memory(last, error))
-        return {}
-
-    def _commit(self, turn: Turn, output: SpanOutput, draft_seconds: float, verify_seconds: float) -> None:
-        """A fault of a request's own ends that request alone."""
-        try:
-            turn.commit(self._drafter, output, draft_seconds, verify_seconds)
-        except Exception as error:
-            self._finish(turn.request, "error", error)
-
-    def _read(self, request: Request, output: SpanOutput, seconds: float) -> int:
-        """Take in a piece of a prompt; with its end comes the first new token. Returns how many tokens came."""
-        request.stats.prefill_seconds += seconds
-        request.stats.prompt_tokens += output.num_rows
-        committed = 0
-        try:
-            if len(output.logits):
-                committed, _ = request.append(request.text.input_ids, output.logits)
-        except Exception as error:
-            self._finish(request, "error", error)
-            return 0
-        request.keep(output, output.num_rows)
-        return committed
+    def _make_room(self, rows: list[Rows], error: Exception) -> list[Rows]:
+        """Where memory runs out, the request admitted last makes room for the others, and waits."""
+        last = max((row.sequence for row in rows), key=self._queue.running.index)
+        if len(self._queue.running) > 1:
+            self._queue.evict(last)
+        else:
+            last.error = no_memory(last, error)
+        return [row for row in rows if row.sequence is not last]
 
     def _finish(self, request: Request, reason: FinishReason, error: Exception | None = None) -> None:
-        """Free a request's places and put its record among those to hand out."""
+        """Free a request's slots and put its record among those to hand out."""
         if reason in ("stop", "length"):
             self._queue.keep(request)
         else:
@@ -388,6 +280,49 @@ class BatchEngine:
             self.policy.forget(request.id)
         self.stats.finished[reason] += 1
         self._done.append(request.output(reason, error))
-        if request.text.streamer is not None:
+        if request.streamer is not None:
             with contextlib.suppress(Exception):  # a consumer must not wait for ever, whatever happened
-                request.text.streamer.end()
+                request.streamer.end()
+
+
+def generate_batch(
+    target: PreTrainedModel,
+    drafter: DSparkDraftModel | None,
+    prompts: Sequence[Sequence[int] | torch.Tensor],
+    generation_config: GenerationConfig | Sequence[GenerationConfig | None] | None = None,
+    *,
+    seeds: Sequence[int] | None = None,
+    on_finished: Callable[[RequestOutput], None] | None = None,
+    engine: dict[str, Any] | None = None,
+    **settings: Any,
+) -> list[RequestOutput]:
+    """Decode all prompts together, each as `generate()` would; outputs in the order of the prompts.
+
+    prompts: token ids, [L] or [1, L] each, not padded. generation_config: for all, or one for each. seeds: one for each.
+    on_finished: called with each output when it is there. engine: arguments of `BatchEngine` (`max_sequences`, ...).
+    settings: as in `generate()` (`max_new_tokens`, `do_sample`, `temperature`, ...).
+
+    A request that fails has its exception in `error`. After Ctrl-C the list is returned all the same: requests not finished have
+    `finish_reason` "interrupted" and the tokens they had.
+
+    Raises:
+        ValueError: a prompt or setting that the engine refuses; nothing was decoded then.
+    """
+    for name, values in (("generation_config", generation_config), ("seeds", seeds)):
+        if isinstance(values, Sequence) and len(values) != len(prompts):
+            raise ValueError(f"generate_batch: {len(prompts)} prompts, but {len(values)} entries in {name}.")
+    batch = BatchEngine(target, drafter, **engine or {})
+    ids = []
+    for i, prompt in enumerate(prompts):
+        config = generation_config[i] if isinstance(generation_config, Sequence) else generation_config
+        ids.append(batch.add(prompt, config, seed=None if seeds is None else seeds[i], **settings))
+    outputs: dict[int, RequestOutput] = {}
+    try:
+        for output in batch.run():
+            outputs[output.id] = output
+            if on_finished is not None:
+                on_finished(output)
+    except KeyboardInterrupt:
+        logger.warning("Interrupted: requests that were not finished are returned as far as they came.")
+        outputs |= {output.id: output for output in batch.interrupt()}
+    return [outputs[i] for i in ids]

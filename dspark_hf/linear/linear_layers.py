@@ -179,23 +179,25 @@ def linear_layers_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> Line
     Raises:
         ValueError: `drafter.draft_precision` is none of those known.
     """
-    precision = drafter.draft_precision
+    precision = drafter.options.draft_precision
     if precision not in PRECISIONS:
         raise ValueError(
             f"drafter.draft_precision must be {' or '.join(map(repr, PRECISIONS))}, got {precision!r}. It is the lowest "
             "precision that the drafter's products may have."
         )
-    if not drafter.skinny_linear:
+    if not drafter.options.skinny_linear:
         return LinearLayers()
     drafter.bind_target(target)
-    settings = (precision, drafter.packed_weights, id(target))
-    if drafter.linear_layers is not None and drafter.linear_layers_for == settings:
-        return drafter.linear_layers  # also where they are swapped in already, so that none is left to swap
+    settings = (precision, drafter.options.packed_weights, id(target))
+    if getattr(drafter, "_ll", None) is not None and drafter._llf == settings:
+        return drafter._ll  # also where they are swapped in already, so that none is left to swap
     parts = {"target": [target], "drafter": [drafter, *drafter.bound_heads()]}
     units = {part: [unit for model in models for unit in units_of(model)] for part, models in parts.items()}
     layers = {module for part in units.values() for unit in part for module in unit}
     size = sum(module.weight.numel() * module.weight.element_size() for module in layers)
-    may_copy = drafter.packed_weights and can_pack() and size <= _MOST_MEMORY * psutil.virtual_memory().available
+    may_copy = (
+        drafter.options.packed_weights and can_pack() and size <= _MOST_MEMORY * psutil.virtual_memory().available
+    )
     copies, choices = Copies(), {}
 
     def candidate(form: str, part: str) -> AbstractContextManager:
@@ -215,8 +217,8 @@ def linear_layers_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> Line
         # Whatever a target of its own kind raises; its layers are left as they are.
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
             logger.warning_once(f"The linear layers of the {part} can't be measured ({type(error).__name__}: {error}).")
-    drafter.linear_layers, drafter.linear_layers_for = LinearLayers(choices, copies), settings
-    return drafter.linear_layers
+    drafter._ll, drafter._llf = LinearLayers(choices, copies), settings
+    return drafter._ll
 
 
 def _forwards_of(target: PreTrainedModel) -> RunOf:

@@ -1,7 +1,5 @@
 """Eagle3's drafter: one autoregressive layer over (next token, target features), the baseline of the paper's Table 1.
 
-Owns: the layer, drafting token by token with its own K/V. Does not own: drawing a token (`drafting_dspark`), projecting the
-features and the final norm (`modeling_dspark`), training it (`training.unroll`).
 Axes: B sequences, S new context tokens, C context tokens so far, d hidden size, V_d draft vocabulary.
 Position i holds the features of token i with the embedding of token i + 1; its output predicts token i + 2. A drafted token
 stands with the layer's last output in place of features that do not exist yet.
@@ -10,7 +8,7 @@ This file travels with a checkpoint (`auto_map`), so it imports only its neighbo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from .configuration_dspark import DSparkConfig
 from .layers_dspark import DSparkAttention, DSparkMLP, RMSNorm
-from .sampler_dspark import Candidates, DraftBlock, SequentialLoop, scores_dtype
+from .sampler_dspark import Candidates, _narrowed
 
 if TYPE_CHECKING:
     from .modeling_dspark import DSparkDraftModel
@@ -53,82 +51,75 @@ class Eagle3Layer(nn.Module):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-def draft_autoregressively(
+class Eagle3Slots:
+    """Positions of an Eagle3 draft: each is one forward of the layer over the token before it.
+
+    hidden: [n, 1, d], the projected features of each sequence's last token. read: that forward, of (hidden [n, 1, d], token ids
+    [n, 1], k, places of the n sequences) to [n, 1, d].
+    """
+
+    def __init__(
+        self, model: DSparkDraftModel, hidden: torch.Tensor, read: Callable, top_candidates: int | None
+    ) -> None:
+        self.model, self.hidden, self.read, self.top_candidates = model, hidden, read, top_candidates
+        self.sequences: Sequence[int] = range(len(hidden))
+
+    def at(self, k: int, sequences: Sequence[int], previous: torch.LongTensor) -> tuple[torch.Tensor, Candidates]:
+        hidden = _narrowed(self.hidden, self.sequences, sequences)
+        self.hidden, self.sequences = self.read(hidden, previous[:, None], k, sequences), sequences
+        logits = self.model.compute_logits(self.model.norm(self.hidden[:, 0]))
+        return self.hidden[:, 0], Candidates.of(self.model, logits, self.top_candidates)
+
+    def skipped(self, sequences: Sequence[int]) -> None:
+        """Every position proposes a token."""
+
+
+def cached_slots(
     model: DSparkDraftModel,
-    loop: SequentialLoop,
+    prefix: torch.LongTensor,  # [B, L]
     context_hidden_states: torch.Tensor,  # [B, S, m * d_target]
     cache: Cache,
     position_ids: torch.LongTensor | None,  # [B, S + limit] or more
     attention_mask: torch.Tensor | None,  # [B, C + S + limit] or more, C the cached context, 0 = padding
     limit: int,
-) -> DraftBlock:
-    """Take in the committed tokens, then draft up to `limit` more; the cache is left with the committed ones alone.
+    top_candidates: int | None,
+) -> Eagle3Slots:
+    """Take in the committed tokens; what is drafted goes behind them into the cache, and is the caller's to crop.
 
     Raises:
         ValueError: features whose next token is not among the committed ids.
     """
-    before, new = cache.get_seq_length(), context_hidden_states.shape[1]
-    if new > loop.prefix.shape[1]:
+    before, (batch, new) = cache.get_seq_length(), context_hidden_states.shape[:2]
+    if new > prefix.shape[1]:
         raise ValueError(
             f"An Eagle3 drafter needs the token behind each of its features: got {new} features and the last "
-            f"{loop.prefix.shape[1]} committed tokens. Give the whole committed text as anchor_ids."
+            f"{prefix.shape[1]} committed tokens. Give the whole committed text as anchor_ids."
         )
     if position_ids is None:
-        position_ids = torch.arange(before, before + new + limit, device=model.device).expand(len(loop.prefix), -1)
+        position_ids = torch.arange(before, before + new + limit, device=model.device).expand(batch, -1)
     padding = None if attention_mask is None else attention_mask.bool()[:, None, None]
     if new > 1:  # of all but the last one only the keys and values are read
         earlier = context_hidden_states[:, :-1], position_ids[:, : new - 1]
-        model.extend_context(*earlier, cache, loop.prefix[:, -new:-1])
-    hidden = model.context_features(context_hidden_states[:, -1:])
-    drafted = 0
-    try:
-        seen = None if padding is None else padding[..., : before + new]
-        hidden = _step(model, hidden, loop.previous[:, None], position_ids[:, new - 1 : new], cache, seen)
-        logits = _scores(model, hidden)
-        for k in range(limit):
-            if not loop.step(hidden[:, 0], Candidates.of(model, logits[:, 0])) or k == limit - 1:
-                break
-            drafted += 1
-            places = position_ids[:, new + k : new + k + 1]
-            seen = None if padding is None else padding[..., : before + new + drafted]
-            hidden = _step(model, hidden, loop.previous[:, None], places, cache, seen)
-            logits = _scores(model, hidden)
-    finally:
-        if surplus := cache.get_seq_length() - before - new:
-            cache.crop(-surplus)
-    # Every position is drawn from the whole draft vocabulary.
-    return loop.block(cache, Candidates.of(model, logits.expand(-1, limit, -1)))
+        model.extend_context(*earlier, cache, prefix[:, -new:-1])
+    states, ids = model.context_features(context_hidden_states[:, -1:]), prefix[:, -1:].clone()
+
+    def read(hidden: torch.Tensor, tokens: torch.LongTensor, k: int, sequences: Sequence[int]) -> torch.Tensor:
+        # The cache has a row for each sequence, those that have ended too.
+        states[list(sequences)], ids[list(sequences)] = hidden, tokens
+        seen = None if padding is None else padding[..., : before + new + k]
+
+        def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
+            keys, values = cache.update(keys, values, 0)
+            grouped = queries.shape[1] != keys.shape[1]
+            output = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=seen, scale=scaling, enable_gqa=grouped
+            )
+            return output.transpose(1, 2)
+
+        rope = model.rotary_emb(states, position_ids[:, new - 1 + k : new + k])
+        return model.layers[0](states, model.embed(ids), rope, attend)[list(sequences)]
+
+    return Eagle3Slots(model, states.clone(), read, top_candidates)
 
 
-def _scores(model: DSparkDraftModel, hidden: torch.Tensor) -> torch.Tensor:
-    logits = model.compute_logits(model.norm(hidden))
-    return logits.to(scores_dtype(logits))
-
-
-def _step(
-    model: DSparkDraftModel,
-    hidden_states: torch.Tensor,  # [B, 1, d]
-    input_ids: torch.LongTensor,  # [B, 1]
-    position_ids: torch.LongTensor,  # [B, 1]
-    cache: Cache,
-    mask: torch.Tensor | None,  # [B, 1, 1, C + 1], bool; `None`: all is seen
-) -> torch.Tensor:
-    """The layer over one token that is appended to the cache. [B, 1, d]"""
-
-    def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
-        keys, values = cache.update(keys, values, 0)
-        output = F.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=mask,
-            scale=scaling,
-            enable_gqa=queries.shape[1] != keys.shape[1],
-        )
-        return output.transpose(1, 2)
-
-    rope = model.rotary_emb(hidden_states, position_ids)
-    return model.layers[0](hidden_states, model.embed(input_ids), rope, attend)
-
-
-__all__ = ["Eagle3Layer", "draft_autoregressively"]
+__all__ = ["Eagle3Layer", "Eagle3Slots"]

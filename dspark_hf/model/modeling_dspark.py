@@ -1,8 +1,6 @@
-"""`DSparkDraftModel`: context features, the parallel stage, and the sequential draft loop (paper §3.1).
+"""`DSparkDraftModel`: context features, the parallel stage, and drafting with it (paper §3.1).
 
-Owns: the drafter's weights and its own K/V of the committed tokens. Does not own: its files (`pretrained_dspark`), the
-target, accepting drafts, training data. Embedding and LM head are the target's (`bind_target`) unless the checkpoint brings
-its own.
+Embedding and LM head are the target's (`bind_target`) unless the checkpoint brings its own.
 Axes: B sequences, S new context tokens, C context tokens so far, γ drafted tokens, d hidden size, m tapped layers,
 V target vocabulary, V_d draft vocabulary (= V unless reduced), A training anchors.
 This file travels with a checkpoint (`auto_map`), so it imports only its neighbours `*_dspark.py`.
@@ -12,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -23,7 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.utils import ModelOutput, logging
 
 from .configuration_dspark import DSparkConfig
-from .eagle3_dspark import Eagle3Layer, draft_autoregressively
+from .eagle3_dspark import Eagle3Layer, cached_slots
 from .gemma4_dspark import Gemma4Layer
 from .heads_dspark import ConfidenceHead, make_markov_head
 from .layers_dspark import DSparkLayer, RMSNorm, block_mask, sees_everything
@@ -32,9 +30,11 @@ from .sampler_dspark import (
     LARGE_VOCABULARY,
     TOP_CANDIDATES,
     Admission,
-    Candidates,
+    BlockSlots,
     DraftBlock,
-    SequentialLoop,
+    DraftRow,
+    Sampler,
+    Slots,
     scores_dtype,
 )
 
@@ -60,6 +60,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
     """A DSpark drafter. Use it as `target.generate(..., assistant_model=drafter)` after `import dspark_hf`."""
 
     _auto_class = "AutoModel"  # saved with these files and an `auto_map`, so that it loads without this package
+    _default_options: ClassVar[Callable[[], Any] | None] = None  # set where the whole package is imported
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
@@ -92,19 +93,9 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self._target_embedding: list[nn.Module] = []  # in lists, so that they do not become our submodules
         self._target_head: list[nn.Module] = []
         self._bound_to: list[nn.Module] = []  # the target's own two; an adapter may replace either
-        self.admission: Admission | None = None
-        # Tokens that a position is drawn from, `None` for all. Not in the config: a matter of speed that follows from the size.
-        is_large = self.markov_head is not None and config.draft_vocab_size >= LARGE_VOCABULARY
-        self.top_candidates: int | None = TOP_CANDIDATES if is_large else None
-        self.deferred_admission: bool | None = None  # see SequentialLoop; `None`: where the drafter is not on a CPU
-        self.step_rates: Any = None  # see scheduling.step_rates; loaded or measured at first need
-        self.skinny_linear = True  # see decoding.linear_layers
-        self.packed_weights = True  # whether that may keep copies of the target's weights
-        self.draft_precision = "bfloat16"  # the lowest of the drafter's products there, or "float32"
-        self.lookup_drafts = True  # whether text may be copied where that promises more, see decoding.lookup
-        self.linear_layers: Any = None
-        self.linear_layers_for: Any = None
-        self.last_generation: Any = None
+        # How it drafts (`decoding.options`), where the whole package is there; nothing of it is saved.
+        self.options: Any = self._default_options() if self._default_options is not None else None
+        self.last_generation: Any = None  # statistics of the last `generate()` call
         self.post_init()
         self.generation_config = GenerationConfig(
             num_assistant_tokens=config.num_draft_tokens, assistant_confidence_threshold=0.0
@@ -333,6 +324,16 @@ class DSparkDraftModel(DSparkPreTrainedModel):
 
     # -- sequential stage --------------------------------------------------------------------------------------------
 
+    def num_candidates(self, setting: int | Literal["auto"] | None) -> int | None:
+        """Of how many tokens a position is drawn, `None` for all. "auto": all, unless the vocabulary is large and a head reads it.
+
+        Only a large matrix takes longer to read than to choose from.
+        """
+        if setting != "auto":
+            return setting
+        is_large = self.markov_head is not None and self.config.draft_vocab_size >= LARGE_VOCABULARY
+        return TOP_CANDIDATES if is_large else None
+
     @torch.no_grad()
     def draft(
         self,
@@ -347,40 +348,86 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         position_ids: torch.LongTensor | None = None,  # as `forward` takes them
         attention_mask: torch.Tensor | None = None,  # [B, C + S + block_size]
         max_tokens: int | None = None,
+        top_candidates: int | Literal["auto"] | None = "auto",
+        deferred: bool = False,
     ) -> DraftBlock:
         """Draft one block: the parallel stage, then the sequential loop (eq. 4) until the policy or `max_tokens` ends it.
         (Eagle3: one forward a token instead.)
 
         `logits_processor` is applied step by step to (committed and drafted ids, scores), as in `generate()`; give the
-        whole committed text as `anchor_ids` where a processor reads it. Greedy unless `do_sample`.
+        whole committed text as `anchor_ids` where a processor reads it. Greedy unless `do_sample`. top_candidates: see
+        `num_candidates`; deferred: see `Sampler`.
         """
         prefix = anchor_ids if anchor_ids.dim() == 2 else anchor_ids[:, None]
         prefix = prefix.to(self.device)
-        batch = prefix.shape[0]
+        batch, count = len(prefix), self.num_candidates(top_candidates)
         limit = self.config.num_draft_tokens if max_tokens is None else min(max_tokens, self.config.num_draft_tokens)
-        loop = SequentialLoop(self, prefix, do_sample, logits_processor, admission, generator)
+        rows = [DraftRow(prefix[i : i + 1], limit, do_sample, logits_processor, generator) for i in range(batch)]
+        sampler = Sampler(self, rows, admission, deferred)
+        cache = DynamicCache() if cache is None else cache
+        slots: Slots
         if self.config.is_autoregressive:
             if context_hidden_states is None or not context_hidden_states.shape[1]:
                 raise ValueError("An Eagle3 drafter needs the features of at least one new token a round.")
-            cache = DynamicCache() if cache is None else cache
-            return draft_autoregressively(self, loop, context_hidden_states, cache, position_ids, attention_mask, limit)
-        first = 0 if self.config.sample_from_anchor else 1
-        slots = self.config.block_size
-        if self.config.min_block_size is not None:
-            slots = max(self.config.min_block_size, limit + first)
-        block = prefix.new_full((batch, slots), self.config.mask_token_id)
-        block[:, 0] = prefix[:, -1]
-        if position_ids is not None:
-            position_ids = position_ids[:, : position_ids.shape[1] - self.config.block_size + slots]
-        hidden, cache = self._parallel_stage(block, None, context_hidden_states, position_ids, attention_mask, cache)
-        base_logits = self.compute_logits(hidden[:, first : first + limit])
-        candidates = Candidates.of(self, base_logits.to(scores_dtype(base_logits)))
-        if first:
-            loop.skip(hidden[:, 0])  # fill-in: slot 0 proposes nothing, but the recurrent state starts there
-        for k in range(limit):
-            if not loop.step(hidden[:, first + k], candidates[:, k]):
-                break
-        return loop.block(cache, candidates)
+            length = cache.get_seq_length() + context_hidden_states.shape[1]
+            slots = cached_slots(self, prefix, context_hidden_states, cache, position_ids, attention_mask, limit, count)
+            try:
+                sampler.draw(slots)
+            finally:
+                if (surplus := cache.get_seq_length() - length) > 0:
+                    cache.crop(-surplus)
+        else:
+            first = 0 if self.config.sample_from_anchor else 1
+            width = self.block_width(limit)
+            block = prefix.new_full((batch, width), self.config.mask_token_id)
+            block[:, 0] = prefix[:, -1]
+            if position_ids is not None:
+                position_ids = position_ids[:, : position_ids.shape[1] - self.config.block_size + width]
+            hidden, cache = self._parallel_stage(
+                block, None, context_hidden_states, position_ids, attention_mask, cache
+            )
+            if limit:
+                starts = [i * width + first for i in range(batch)]
+                sampler.draw(BlockSlots(self, hidden.flatten(0, 1), starts, [limit] * batch, count))
+        return self._block(rows, cache)
+
+    def block_width(self, limit: int) -> int:
+        """Slots of a block that may draft `limit` tokens."""
+        if self.config.min_block_size is None:
+            return self.config.block_size
+        return max(self.config.min_block_size, limit + (0 if self.config.sample_from_anchor else 1))
+
+    def _block(self, rows: list[DraftRow], cache: Cache) -> DraftBlock:
+        for row in rows:
+            if row.error is not None:
+                raise row.error
+        counts = [len(row) for row in rows]
+        longest = rows[counts.index(max(counts))]
+        device, dtype = rows[0].prefix.device, scores_dtype(self.fc.weight)
+        width = longest.scores(1).shape[-1] if len(longest) else 0
+
+        def stacked(parts: list[torch.Tensor | None], *shape: int, **kind: Any) -> torch.Tensor:
+            """The parts side by side, zeros behind those that are shorter."""
+            whole = torch.zeros(len(rows), max(counts), *shape, device=device, **kind)
+            for i, part in enumerate(parts):
+                if part is not None:
+                    whole[i, : len(part)] = part
+            return whole
+
+        ids = longest.candidate_ids()
+        return DraftBlock(
+            token_ids=stacked([row.token_ids() for row in rows], dtype=torch.long),
+            logits=stacked([row.scores() if len(row) else None for row in rows], width, dtype=dtype),
+            candidate_ids=None
+            if ids is None
+            else stacked([row.candidate_ids() for row in rows], width, dtype=torch.long),
+            confidence_logits=None
+            if self.confidence_head is None
+            else stacked([row.confidence_logits(len(row)) for row in rows], dtype=self.dtype),
+            num_admitted=torch.tensor(counts),
+            survival=[row.survival for row in rows],
+            cache=cache,
+        )
 
     def confidence(self, hidden: torch.Tensor, previous_embedding: torch.Tensor | None) -> torch.Tensor:
         """Confidence logits of positions, [..., d] and [..., r] -> [...]; needs a confidence head."""

@@ -1,11 +1,8 @@
-"""The sequential stage: drawing a block left to right (paper §3.1, eq. 4).
+"""The sequential stage: drawing blocks left to right for n sequences (paper §3.1, eq. 4).
 
-Owns: which tokens a position is drawn from, head bias, processors, the draw of x_k, confidence and survival, asking the
-admission policy with nothing of x_k.
-Does not own: the parallel stage (`modeling_dspark`), which policy (`scheduling.admission`), accepting drafts.
-Axes: B sequences, K tokens drafted so far, N candidates of a position, r rank, d hidden size, V target vocabulary, V_d draft
+Axes: n sequences, K tokens drafted so far, N candidates of a position, r rank, d hidden size, V target vocabulary, V_d draft
 vocabulary.
-This file travels with a checkpoint (`auto_map`), so it imports nothing else of the package.
+This file travels with a checkpoint (`auto_map`), so it imports only its neighbours `*_dspark.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -38,40 +35,35 @@ VALUE_ONLY_PROCESSORS = tuple(
         "LogitNormalization",
     )
 )
-
-# By default, and from such a draft vocabulary on. With the default pair (8,192 tokens) τ at temperature 1 was 1.757 with all
-# tokens, 1.744 with 1,024, 1.706 with 256 and 1.628 with 32 (greedy 2.043, 2.046, 2.043 and 2.021); and only a large matrix
-# takes longer to read than to choose from.
-TOP_CANDIDATES = 1024
-LARGE_VOCABULARY = 32 * TOP_CANDIDATES
-
-
 _TAKE_EMPTY_ROWS = tuple(
     getattr(logits_process, name)
     for name in ("TemperatureLogitsWarper", "TopKLogitsWarper", "RepetitionPenaltyLogitsProcessor")
 )
 
+# By default, and from such a draft vocabulary on; docs/performance.md has what fewer cost in τ.
+TOP_CANDIDATES = 1024
+LARGE_VOCABULARY = 32 * TOP_CANDIDATES
+
 
 class Admission(Protocol):
-    """Says whether position k is drafted, without knowing x_k (design decision 3)."""
+    """Says whether position k of each sequence is drafted, without knowing any x_k."""
 
     reads_survival: bool
 
-    def admit(self, position: int, survival_so_far: list[float]) -> bool:
-        """`position` k counts from 1; `survival_so_far` is (a_1, ..., a_k), empty unless `reads_survival`."""
+    def admit(self, position: int, open_sequences: Sequence[int], survival: Sequence[Sequence[float]]) -> list[bool]:
+        """`position` k counts from 1. `survival`: (a_1, ..., a_k) of every sequence, empty unless `reads_survival`."""
 
 
 @dataclass(frozen=True)
 class DraftBlock:
-    """One drafted block.
+    """What `DSparkDraftModel.draft` returns for B sequences.
 
     token_ids: [B, K], ids of the target's vocabulary, K <= γ.
     logits: [B, K, N], corrected and processed: what each token was drawn from.
     candidate_ids: [B, K, N], the target ids that the columns of `logits` stand for; `None`: the target's whole vocabulary.
     confidence_logits: [B, K], as the head gives them, not calibrated; `None` without a confidence head.
-    survival: for each row the calibrated (a_1, a_2, ...) that the policy read, of the refused position too.
-    policy_seconds: what asking the policy took.
-    num_admitted: [B], on the CPU, how many of the K tokens the admission policy let through in each row.
+    num_admitted: [B], on the CPU, how many of the K tokens the sequence has; zeros lie behind them.
+    survival: for each sequence the calibrated (a_1, a_2, ...) that the policy read, of the refused position too.
     cache: K/V of the context alone.
     """
 
@@ -81,7 +73,6 @@ class DraftBlock:
     confidence_logits: torch.Tensor | None
     num_admitted: torch.LongTensor
     survival: list[list[float]]
-    policy_seconds: float
     cache: Cache
 
 
@@ -104,7 +95,7 @@ def are_value_only(processors: Callable | None) -> bool:
 
 
 def apply_processors(processors: Callable, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
-    """Processed scores; no tensor of inference mode gets to a processor, which may write into it or keep it. [B, N]"""
+    """Processed scores; no tensor of inference mode gets to a processor, which may write into it or keep it. [n, N]"""
     if not torch.is_inference_mode_enabled():
         return processors(input_ids, scores)
     with torch.inference_mode(False), torch.no_grad():
@@ -134,7 +125,7 @@ def _until_empty(processors: Callable) -> Callable:
 
 
 def calibrated_confidences(config: DSparkConfig, logits: Sequence[float], position: int) -> list[float]:
-    """c_k of every row at `position` k, from 1 (§3.2.1)."""
+    """c_k of every sequence at `position` k, from 1 (§3.2.1)."""
     temperatures, shifts = config.confidence_temperatures, config.confidence_shifts
     temperature = 1.0 if temperatures is None else temperatures[position - 1]
     shift = 0.0 if shifts is None else shifts[position - 1]
@@ -167,17 +158,13 @@ class Candidates:
     token_ids: torch.LongTensor | None
 
     @classmethod
-    def of(cls, model: DSparkDraftModel, base_logits: torch.Tensor) -> Candidates:
-        """The `model.top_candidates` most likely tokens of each position, or all of them. base_logits: [..., V_d]
+    def of(cls, model: DSparkDraftModel, base_logits: torch.Tensor, count: int | None) -> Candidates:
+        """The `count` most likely tokens of each position, or all of them (`None`). base_logits: [..., V_d]
 
         Fewer spare the head reading its whole matrix for every token, so without a head all stay.
-
-        Raises:
-            ValueError: `top_candidates` below 1.
         """
-        count, head, rows, ids = model.top_candidates, model.markov_head, None, None
-        if count is not None and (type(count) is not int or count < 1):
-            raise ValueError(f"top_candidates must be a whole number from 1, or None for all tokens, got {count!r}.")
+        head, rows, ids = model.markov_head, None, None
+        base_logits = base_logits.to(scores_dtype(base_logits))
         # Single rows of a quantised matrix can't be had.
         narrows = count is not None and head is not None and head.markov_w2.weight.is_floating_point()
         if narrows and count < base_logits.shape[-1]:
@@ -201,118 +188,228 @@ class Candidates:
     def process(
         self, processors: Callable, input_ids: torch.LongTensor, scores: torch.Tensor, vocab_size: int
     ) -> torch.Tensor:
-        """Scores after the processors, which get rows of the target's vocabulary where they may read the prefix. [B, N]"""
+        """Scores after the processors, which get rows of the target's vocabulary where they may read the prefix. [1, N]"""
         if self.token_ids is None or are_value_only(processors):
             return apply_processors(_until_empty(processors), input_ids, scores)
         full = in_target_vocabulary(scores, self.token_ids, vocab_size, float("-inf"))
         return apply_processors(_until_empty(processors), input_ids, full).gather(-1, self.token_ids)
 
 
-class SequentialLoop:
-    """The state of one left-to-right draft: previous token, recurrent state, survival, what has been drawn.
+@dataclass(eq=False)
+class DraftRow:
+    """One sequence of a draft: what it asks for, and what was drawn.
 
-    On an accelerator whatever is read back waits for all that was queued before it. There (`deferred`) the tokens are drawn
-    first, as many as are planned; then the policy is asked position by position about the same numbers, which tell nothing of
-    x_k, and what it refuses is dropped.
+    prefix: [1, L] committed ids, the anchor last. limit: tokens at most. survival: calibrated (a_1, a_2, ...) that the policy
+    read, of the refused position too. error: raised by a processor, which ends this sequence's draft alone.
+    """
+
+    prefix: torch.LongTensor
+    limit: int
+    do_sample: bool = False
+    processors: Callable | None = None
+    generator: torch.Generator | None = None
+    survival: list[float] = field(default_factory=list)
+    error: Exception | None = None
+    # Tensors of all sequences and the place in them, so that nothing is computed for what is never looked at:
+    # token ids [n], scores [n, N], candidate ids [n, N] or None of each token; confidences [n], of a refused position too.
+    _drawn: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]] = field(default_factory=list)
+    _confidences: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._drawn)
+
+    def token_ids(self, count: int | None = None) -> torch.LongTensor:
+        """The first `count` tokens, all by default. [K]"""
+        drawn = self._drawn[:count]
+        return torch.cat([ids[j : j + 1] for ids, _, _, j in drawn]) if drawn else self.prefix.new_zeros(0)
+
+    def scores(self, count: int | None = None) -> torch.Tensor:
+        """What each of them was drawn from; needs a token. [K, N]"""
+        return torch.stack([scores[j] for _, scores, _, j in self._drawn[:count]])
+
+    def candidate_ids(self, count: int | None = None) -> torch.LongTensor | None:
+        """The target ids of the columns of `scores`, [K, N]; `None`: the target's whole vocabulary."""
+        known = [ids[j] for _, _, ids, j in self._drawn[:count] if ids is not None]
+        return torch.stack(known) if known else None
+
+    def probs(self, count: int, vocab_size: int) -> torch.Tensor:
+        """The distributions of the first `count` tokens over the target's vocabulary. [K, V]"""
+        return in_target_vocabulary(self.scores(count).softmax(-1), self.candidate_ids(count), vocab_size, 0.0)
+
+    def confidence_logits(self, count: int | None = None) -> torch.Tensor | None:
+        """As the head gives them, of the first `count` positions. [K]"""
+        known = self._confidences[:count]
+        return torch.cat([values[j : j + 1] for values, j in known]) if known else None
+
+
+class Slots(Protocol):
+    """The positions that tokens are drawn at."""
+
+    def at(self, k: int, sequences: Sequence[int], previous: torch.LongTensor) -> tuple[torch.Tensor, Candidates]:
+        """h_k [n, d] and the candidates of x_k [n, N] of these sequences, after their tokens `previous` [n]; k from 0."""
+
+    def skipped(self, sequences: Sequence[int]) -> torch.Tensor | None:
+        """Hidden states [n, d] of a slot before the first that proposes nothing, which a recurrent head passes all the same."""
+
+
+class Sampler:
+    """Draws the blocks of n sequences, position by position.
+
+    On an accelerator whatever is read back waits for all that was queued before it. There (`deferred`) all tokens are drawn
+    first; then the policy is asked position by position about the same numbers, which tell nothing of x_k, and what it refuses
+    is dropped. policy_seconds: what asking took.
+
+    Raises:
+        ValueError: a policy that reads survival, for a drafter without a confidence head.
+    """
+
+    def __init__(
+        self, model: DSparkDraftModel, rows: Sequence[DraftRow], admission: Admission | None, deferred: bool
+    ) -> None:
+        self.model, self.rows, self.admission = model, rows, admission
+        self.reads_survival = admission is not None and admission.reads_survival
+        if self.reads_survival and model.confidence_head is None:
+            raise ValueError(
+                f"{type(admission).__name__} needs a drafter with a confidence head, and this one has none. Use another policy."
+            )
+        self.asks_later = self.reads_survival and deferred
+        self.policy_seconds = 0.0
+        self._survival = [row.survival for row in rows]
+
+    def draw(self, slots: Slots) -> None:
+        """Fill in the rows."""
+        model, head = self.model, self.model.markov_head
+        going = [i for i, row in enumerate(self.rows) if row.limit > 0]
+        if not going:
+            return
+        previous = torch.cat([self.rows[i].prefix[0, -1:] for i in going]).to(model.device)
+        state = None
+        if head is not None and (skipped := slots.skipped(going)) is not None:
+            state = head.step(head.markov_w1(previous), skipped, None)[1]
+        for k in range(max(self.rows[i].limit for i in going)):
+            kept = [i for i in going if self.rows[i].limit > k]
+            previous, state, going = _narrowed(previous, going, kept), _narrowed(state, going, kept), kept
+            hidden, candidates = slots.at(k, going, previous)
+            embedding = latent = None
+            if head is not None:
+                embedding = head.markov_w1(previous)
+                latent, state = head.step(embedding, hidden, state)
+            if model.confidence_head is not None:
+                confidences = model.confidence(hidden, embedding)
+                for j, i in enumerate(going):
+                    self.rows[i]._confidences.append((confidences, j))
+            if self.admission is not None and not self.asks_later:
+                kept = self._admitted(k + 1, going, confidences.tolist() if self.reads_survival else ())
+                if not kept:
+                    break
+                if len(kept) < len(going):
+                    latent, state = _narrowed(latent, going, kept), _narrowed(state, going, kept)
+                    candidates, going = candidates[[going.index(i) for i in kept]], kept
+            scores = candidates.logits if latent is None else candidates.logits + head.project(latent, candidates.rows)
+            previous, kept = self._draw_tokens(going, candidates, scores)
+            if not kept:
+                break
+            state, going = _narrowed(state, going, kept), kept
+        if self.asks_later:
+            self._ask_later()
+
+    def _draw_tokens(
+        self, going: list[int], candidates: Candidates, scores: torch.Tensor
+    ) -> tuple[torch.LongTensor, list[int]]:
+        """One token each; the tokens, and the sequences that got one."""
+        if not any(self.rows[i].do_sample or self.rows[i].processors for i in going):
+            tokens = candidates.chosen(scores.argmax(-1))
+            for j, i in enumerate(going):
+                self.rows[i]._drawn.append((tokens, scores, candidates.token_ids, j))
+            return tokens, going
+        drawn, kept = [], []
+        for j, i in enumerate(going):
+            token = self._draw_one(self.rows[i], candidates[j : j + 1], scores[j : j + 1])
+            if token is not None:
+                drawn.append(token)
+                kept.append(i)
+        return torch.cat(drawn) if drawn else scores.new_zeros(0, dtype=torch.long), kept
+
+    def _draw_one(self, row: DraftRow, candidates: Candidates, scores: torch.Tensor) -> torch.LongTensor | None:
+        """A token [1] from `scores` [1, N]; `None` where the row's processors leave none, or fail."""
+        try:
+            if row.processors:
+                ids = torch.cat([row.prefix, row.token_ids()[None].to(row.prefix.device)], dim=1)
+                vocab_size = self.model.config.vocab_size
+                scores = candidates.process(row.processors, ids.to(scores.device), scores, vocab_size)
+                if may_forbid_all(row.processors) and bool(torch.isneginf(scores).all()):
+                    return None
+            column = draw_tokens(scores.softmax(-1), row.generator) if row.do_sample else scores.argmax(-1)
+        except Exception as error:
+            row.error = error
+            return None
+        token = candidates.chosen(column)
+        row._drawn.append((token, scores, candidates.token_ids, 0))
+        return token
+
+    def _admitted(self, position: int, going: list[int], confidences: Sequence[float]) -> list[int]:
+        """Those of `going` that the policy lets draft `position`; `confidences`: of each, where it reads survival."""
+        started = time.perf_counter()
+        if self.reads_survival:
+            for i, c in zip(going, calibrated_confidences(self.model.config, confidences, position), strict=True):
+                self._survival[i].append(c * (self._survival[i][-1] if self._survival[i] else 1.0))
+        assert self.admission is not None
+        admitted = self.admission.admit(position, going, self._survival)
+        self.policy_seconds += time.perf_counter() - started
+        return [i for i, goes_on in zip(going, admitted, strict=True) if goes_on]
+
+    def _ask_later(self) -> None:
+        """All confidences in one transfer, then the policy as if each token were still to be drawn."""
+        rows = self.rows
+        flat = iter(torch.cat([c for row in rows if (c := row.confidence_logits()) is not None]).tolist())
+        known = [[next(flat) for _ in row._confidences] for row in rows]
+        going = [i for i, row in enumerate(rows) if row.limit > 0]
+        for k in range(max(map(len, known))):
+            going = [i for i in going if len(known[i]) > k]
+            kept = self._admitted(k + 1, going, [known[i][k] for i in going]) if going else []
+            for i in set(going) - set(kept):
+                del rows[i]._drawn[k:]
+            going = kept
+
+
+def _narrowed(values: torch.Tensor | None, sequences: Sequence[int], kept: Sequence[int]) -> torch.Tensor | None:
+    """The rows of `kept` alone, in their order; `sequences` name the rows of `values`."""
+    if values is None or len(sequences) == len(kept):
+        return values
+    return values[[sequences.index(i) for i in kept]]
+
+
+class BlockSlots:
+    """Slots of the blocks that one parallel stage has read.
+
+    hidden: [R, d], of all blocks. first: for each sequence the row of its first prediction; limits: its positions, 0 for a
+    sequence that drafts nothing. top_candidates: as in `Candidates.of`.
     """
 
     def __init__(
         self,
         model: DSparkDraftModel,
-        prefix: torch.LongTensor,  # [B, L], the last one is the anchor
-        do_sample: bool,
-        logits_processor: Callable | None,
-        admission: Admission | None,
-        generator: torch.Generator | None,
+        hidden: torch.Tensor,
+        first: Sequence[int],
+        limits: Sequence[int],
+        top_candidates: int | None,
     ) -> None:
-        self.model, self.prefix = model, prefix
-        self.do_sample, self.admission, self.generator = do_sample, admission, generator
-        self.reads_survival = admission is not None and admission.reads_survival
-        if self.reads_survival and model.confidence_head is None:
-            raise ValueError("This admission policy needs a drafter with a confidence head.")
-        deferred = prefix.device.type != "cpu" if model.deferred_admission is None else model.deferred_admission
-        self.asks_later = self.reads_survival and deferred
-        self.processors = None if isinstance(logits_processor, list) and not logits_processor else logits_processor
-        self.state: torch.Tensor | None = None
-        self.previous = prefix[:, -1]
-        rows = prefix.shape[0]
-        self.survival: list[list[float]] = [[] for _ in range(rows)]
-        self.open_rows = [True] * rows
-        self.num_admitted = [0] * rows
-        self.policy_seconds = 0.0
-        self.tokens: list[torch.Tensor] = []
-        self.logits: list[torch.Tensor] = []
-        self.confidences: list[torch.Tensor] = []  # of the position that ended the draft too
+        self.hidden, self.first = hidden, first
+        self.skips = not model.config.sample_from_anchor
+        self.starts: list[int] = []
+        rows: list[int] = []
+        for at, limit in zip(first, limits, strict=True):
+            self.starts.append(len(rows))
+            rows += range(at, at + limit)
+        together = rows == list(range(rows[0], rows[0] + len(rows)))  # a view is cheaper than a gather
+        needed = hidden[rows[0] : rows[0] + len(rows)] if together else hidden[rows]
+        self.candidates = Candidates.of(model, model.compute_logits(needed), top_candidates)
 
-    def skip(self, hidden: torch.Tensor) -> None:
-        """Pass a slot that proposes nothing. [B, d]"""
-        if (head := self.model.markov_head) is not None:
-            _, self.state = head.step(head.markov_w1(self.previous), hidden, self.state)
+    def at(self, k: int, sequences: Sequence[int], previous: torch.LongTensor) -> tuple[torch.Tensor, Candidates]:
+        places, starts = [self.first[i] + k for i in sequences], [self.starts[i] + k for i in sequences]
+        if len(sequences) == 1:
+            return self.hidden[places[0] : places[0] + 1], self.candidates[starts[0] : starts[0] + 1]
+        return self.hidden[places], self.candidates[starts]
 
-    def step(self, hidden: torch.Tensor, candidates: Candidates) -> bool:
-        """Draft x_k from h_k [B, d] and U_k [B, N]; `False` where the policy, or the lack of allowed tokens, ends it."""
-        head = self.model.markov_head
-        embedding = latent = None
-        if head is not None:
-            embedding = head.markov_w1(self.previous)
-            latent, self.state = head.step(embedding, hidden, self.state)
-        if self.model.confidence_head is not None:
-            self.confidences.append(self.model.confidence(hidden, embedding))
-        if not self.asks_later:
-            known = self.confidences[-1].tolist() if self.reads_survival else ()
-            if not self._admit(len(self.tokens) + 1, known):
-                return False
-        scores = candidates.logits if head is None else candidates.logits + head.project(latent, candidates.rows)
-        if self.processors is not None:
-            ids = torch.cat([self.prefix, *(t[:, None] for t in self.tokens)], dim=1) if self.tokens else self.prefix
-            scores = candidates.process(self.processors, ids, scores, self.model.config.vocab_size)
-            if may_forbid_all(self.processors) and bool(torch.isneginf(scores).all(-1).any()):
-                return False
-        token = draw_tokens(scores.softmax(-1), self.generator) if self.do_sample else scores.argmax(-1)
-        self.previous = candidates.chosen(token)
-        self.tokens.append(self.previous)
-        self.logits.append(scores)
-        return True
-
-    def _admit(self, position: int, confidence: Sequence[float]) -> bool:
-        """Ask the policy for every row still open; whether any remains. `confidence`: of each row, where it reads survival."""
-        started = time.perf_counter()
-        if self.reads_survival:
-            known = calibrated_confidences(self.model.config, confidence, position)
-            for survival, c in zip(self.survival, known, strict=True):
-                survival.append(c * (survival[-1] if survival else 1.0))
-        for row, survival in enumerate(self.survival):
-            if self.open_rows[row] and self.admission is not None:
-                self.open_rows[row] = bool(self.admission.admit(position, survival))
-            if self.open_rows[row]:
-                self.num_admitted[row] = position
-        self.policy_seconds += time.perf_counter() - started
-        return any(self.open_rows)
-
-    def _num_kept(self) -> int:
-        """How many of the drawn tokens stay: the policy is asked now where it was not before each of them."""
-        drawn = len(self.tokens)
-        if self.asks_later and self.confidences:
-            # All in one transfer.
-            for k, known in enumerate(torch.stack(self.confidences).tolist()):
-                if not self._admit(k + 1, known):
-                    return min(k, drawn)
-        return drawn
-
-    def block(self, cache: Cache, candidates: Candidates) -> DraftBlock:
-        """What has been drafted; `candidates` are those of all positions, [B, K or more, N]."""
-        count, rows = self._num_kept(), self.prefix.shape[0]
-        confidences = None
-        if self.model.confidence_head is not None:
-            empty = candidates.logits.new_zeros(rows, 0)
-            confidences = torch.stack(self.confidences[:count], dim=1) if count else empty
-        return DraftBlock(
-            token_ids=torch.stack(self.tokens[:count], dim=1) if count else self.prefix.new_zeros(rows, 0),
-            logits=torch.stack(self.logits[:count], dim=1) if count else candidates.logits[:, :0],
-            candidate_ids=None if candidates.token_ids is None else candidates.token_ids[:, :count],
-            confidence_logits=confidences,
-            num_admitted=torch.tensor([min(n, count) for n in self.num_admitted]),
-            survival=self.survival,
-            policy_seconds=self.policy_seconds,
-            cache=cache,
-        )
+    def skipped(self, sequences: Sequence[int]) -> torch.Tensor | None:
+        return self.hidden[[self.first[i] - 1 for i in sequences]] if self.skips else None

@@ -1,50 +1,29 @@
-"""One forward of the target over rows of many sequences.
-
-Owns: flattening the rows, the target's attention while the engine runs, its cache, its tapped features, the check that a
-target can be served. Does not own: which rows (`engine`), tokens, the drafter (`drafting`).
-Axes: T rows of one forward, m tapped layers, V vocabulary.
+"""The second backend: one forward of the target over rows of many sequences, each in a slot of the ragged store.
 
 The rows of all sequences are one flattened row, [1, T], with a position each; attention keeps sequences apart, so
-everything else in the target runs as if they were one text.
+everything else in the target runs as if they were one text. Axes: T rows of one forward, m tapped layers, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from transformers import AttentionInterface, Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from ..decoding.compat import CACHE_ARGUMENT
-from ..decoding.targets import TargetTaps, length_dependent_rope
 from ..model.modeling_dspark import DSparkDraftModel
-from .cache import Layout, RaggedStore, Slot, causal_mask, is_out_of_memory
+from .backend import Reading, Rows
+from .compat import CACHE_ARGUMENT
+from .ragged_cache import Layout, RaggedStore, Slot, causal_mask, is_out_of_memory
+from .sequence import TextSequence
+from .target import TargetTaps, length_dependent_rope
 
 _ATTENTION = "dspark_ragged"
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 _CHECKED = "_dspark_ragged_checked"
 _TOLERANCE = 0.05  # share of the logits' spread by which a ragged forward may differ in the check
-
-
-@dataclass(frozen=True)
-class Span:
-    """New tokens of one sequence: `token_ids` [Q], to stand behind what `slot` holds; logits of the last `keep` of them."""
-
-    slot: Slot
-    token_ids: torch.LongTensor
-    keep: int
-
-
-@dataclass(frozen=True)
-class SpanOutput:
-    """What the target says of a span of `num_rows` tokens: logits [keep, V], features [1, Q, m * d_target] if tapped."""
-
-    num_rows: int
-    logits: torch.Tensor
-    features: torch.Tensor | None
 
 
 class _RaggedLayer(CacheLayerMixin):
@@ -108,8 +87,8 @@ def _ragged_attention(
 AttentionInterface.register(_ATTENTION, _ragged_attention)
 
 
-class Runner:
-    """The target's side of the engine; its layers are tapped for `drafter`, if there is one."""
+class RaggedTarget:
+    """The target over many sequences; its layers are tapped for `drafter`, if there is one."""
 
     def __init__(self, target: PreTrainedModel, drafter: DSparkDraftModel | None) -> None:
         check_structure(target)
@@ -119,6 +98,7 @@ class Runner:
         self._cache = _RaggedCache(target.config.get_text_config().num_hidden_layers)
         self._keeps_logits = target._supports_logits_to_keep()
         self._taps: TargetTaps | None = None
+        self._read: list[Slot] = []  # those of the last forward
 
     @contextmanager
     def armed(self) -> Iterator[None]:
@@ -135,18 +115,39 @@ class Runner:
             self._taps = None
             self.target.set_attn_implementation(before)
 
-    def forward(self, spans: Sequence[Span], padding: int = 0) -> list[SpanOutput]:
-        """Run the rows of all spans at once, and `padding` idle ones. The slots must have room; their `length` stays."""
-        if padding > 0:
-            scratch = self.store.open(padding)
-            try:
-                idle = spans[0].token_ids[:1].expand(padding)
-                return self.forward([*spans, Span(scratch, idle, 0)])[:-1]
-            finally:
-                self.store.close(scratch)
-        layout = Layout([s.slot for s in spans], [len(s.token_ids) for s in spans], self.device)
-        ids = torch.cat([spans[i].token_ids for i in layout.order])[None]
-        kept = [layout.starts[i] + len(s.token_ids) - s.keep + k for i, s in enumerate(spans) for k in range(s.keep)]
+    def room(self, sequence: TextSequence) -> int:
+        return sequence.room
+
+    def padded(self, rows: int, wanted: int) -> int:
+        return wanted
+
+    def read(self, rows: Sequence[Rows], padding: int) -> list[Reading]:
+        slots = [place(row.sequence) for row in rows]
+        for slot, row in zip(slots, rows):
+            self.store.reserve(slot, slot.length + len(row.token_ids))
+        ids, keeps = [row.token_ids for row in rows], [row.keep for row in rows]
+        self._read = slots
+        if not padding:
+            return self._forward(slots, ids, keeps)
+        idle = self.store.open(padding)
+        try:
+            return self._forward([*slots, idle], [*ids, ids[0][:1].expand(padding)], [*keeps, 0])[:-1]
+        finally:
+            self.store.close(idle)
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> int:
+        for slot, path in zip(self._read, paths):
+            self.store.keep(slot, path)
+        return 0
+
+    def _forward(
+        self, slots: Sequence[Slot], token_ids: Sequence[torch.LongTensor], keeps: Sequence[int]
+    ) -> list[Reading]:
+        """The rows of all slots at once. The slots must have room; their `length` stays."""
+        layout = Layout(slots, [len(ids) for ids in token_ids], self.device)
+        ids = torch.cat([token_ids[i] for i in layout.order])[None]
+        ends = [layout.starts[i] + len(own) for i, own in enumerate(token_ids)]
+        kept = [row for end, count in zip(ends, keeps) for row in range(end - count, end)]
         keep = torch.tensor(kept or [0], device=self.device)  # no product has no rows at all
         arguments = {"logits_to_keep": keep} if self._keeps_logits else {}
         self._cache.layout = layout
@@ -159,19 +160,27 @@ class Runner:
                 **arguments,
                 **{CACHE_ARGUMENT: self._cache},
             )
-            features = None if self._taps is None else self._taps.take(self.drafter.device)  # type: ignore[union-attr]
+            features = None
+            if self._taps is not None and self.drafter is not None:
+                features = self._taps.take(self.drafter.device)
         finally:
             if self._taps is not None:
                 self._taps.drop()
             del self._cache.layout
         logits = outputs.logits[0] if self._keeps_logits else outputs.logits[0, keep]
-        results, at = [], 0
-        for i, span in enumerate(spans):
-            start = layout.starts[i]
-            own = None if features is None else features[:, start : start + len(span.token_ids)]
-            results.append(SpanOutput(len(span.token_ids), logits[at : at + span.keep], own))
-            at += span.keep
-        return results
+        readings, at = [], 0
+        for start, end, count in zip(layout.starts, ends, keeps):
+            # A copy, or these rows would keep everybody's features of this round.
+            own = None if features is None else features[:, start:end].clone()
+            readings.append(Reading(logits[at : at + count], own))
+            at += count
+        return readings
+
+
+def place(sequence: TextSequence) -> Slot:
+    """The slot of a sequence that runs."""
+    assert sequence.slot is not None, "a running sequence has a slot"
+    return sequence.slot
 
 
 def check_structure(target: PreTrainedModel) -> None:
@@ -213,17 +222,17 @@ def check_target(target: PreTrainedModel) -> None:
     """
     if getattr(target, _CHECKED, False):
         return
-    runner = Runner(target, None)
+    backend = RaggedTarget(target, None)
     ids = torch.arange(2, 10, device=target.device) % target.config.get_text_config().vocab_size
     texts = [ids[:5], ids[3:6]]
-    slots = [runner.store.open(8) for _ in texts]
+    slots = [backend.store.open(8) for _ in texts]
     plain = [target(input_ids=t[None], use_cache=False).logits[0, -1].float() for t in texts]
     try:
-        with runner.armed():
-            runner.forward([Span(slots[0], texts[0][:2], 1)])
+        with backend.armed():
+            backend._forward(slots[:1], [texts[0][:2]], [1])
             slots[0].length = 2
-            spans = [Span(slots[0], texts[0][2:], 1), Span(slots[1], texts[1], 1)]
-            ragged = [output.logits[0].float() for output in runner.forward(spans)]
+            readings = backend._forward(slots, [texts[0][2:], texts[1]], [1, 1])
+            ragged = [reading.logits[0].float() for reading in readings]
     except (TypeError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise

@@ -16,7 +16,7 @@ from dspark_hf import FixedLength, LookaheadScheduler, StepRates
 from dspark_hf.decoding.compat import CACHE_ARGUMENT, cache_of
 from dspark_hf.decoding.hook import check_pair
 from dspark_hf.decoding.profiling import ProfilePlan, measure_step_rates
-from dspark_hf.decoding.rollback import Rewinder
+from dspark_hf.decoding.rollback import Rollback
 
 
 def states_of(cache) -> list[torch.Tensor]:
@@ -37,7 +37,7 @@ def test_hybrids_are_token_identical(family):
     for seed in range(4):
         target = make_hybrid(family, vocab_size=4, seed=seed)
         drafter = make_drafter(target, seed=20 + seed, block_size=3)
-        drafter.admission = FixedLength(3)
+        drafter.options.policy = FixedLength(3)
         ids = prompt_ids(3 + 3 * seed, 4, seed)  # shorter than the convolutions, too
         arguments = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
         plain = target.generate(ids, **arguments)
@@ -63,7 +63,7 @@ def test_sampled_output_has_the_targets_distribution(family, monkeypatch):
         family, vocab_size=vocab, seed=5, num_hidden_layers=4, initializer_range=0.2, pad_token_id=None
     )
     drafter = make_drafter(target, seed=6, block_size=2, mask_token_id=1, target_layer_ids=[0, 1], num_hidden_layers=1)
-    drafter.admission, drafter.skinny_linear = FixedLength(2), False
+    drafter.options.policy, drafter.options.skinny_linear = FixedLength(2), False
     ids = torch.tensor([[0, 1, 1, 0]])
     arguments = {"do_sample": True, "top_k": 0}
     wanted = exact_distribution(target, ids, horizon, arguments)
@@ -102,7 +102,7 @@ def test_second_turn_continues_from_the_cache(family):
 def test_a_stop_inside_an_accepted_block_leaves_a_cache_to_go_on_with():
     target = make_hybrid("qwen3_5", vocab_size=6, seed=1)
     drafter = make_drafter(target, block_size=3)
-    drafter.admission = FixedLength(3)
+    drafter.options.policy = FixedLength(3)
     text = target.generate(prompt_ids(5, 6), max_new_tokens=20, do_sample=False)
     for position in range(7, 16):
         cache = DynamicCache(config=target.config)
@@ -137,7 +137,7 @@ class _Cancelling:
 def test_an_exception_leaves_a_cache_to_go_on_with(family):
     target = make_target(family) if family in FAMILIES else make_hybrid(family, seed=1)
     drafter = make_drafter(target)
-    drafter.admission = FixedLength(4)
+    drafter.options.policy = FixedLength(4)
     for count in range(1, 9):
         streamer, cache = _Cancelling(count), DynamicCache(config=target.config)
         arguments = {"do_sample": False, CACHE_ARGUMENT: cache, "assistant_model": drafter}
@@ -205,7 +205,7 @@ def test_what_is_read_again_stays_bounded_and_is_never_padded():
     # Ten rows are said to be the cheapest: other targets would have every forward padded to ten.
     rates = StepRates(list(range(1, 11)), [1], [[9.0] * 9 + [1.0]], [[0.0] * 10], [0.0] * 4, 0.0)
     for admission in (FixedLength(4), LookaheadScheduler(rates)):
-        drafter.admission = admission
+        drafter.options.policy = admission
         target.generate(prompt_ids(), max_new_tokens=60, do_sample=False, assistant_model=drafter)
         history = drafter.last_generation.history
         assert all(record.rows == record.replayed + record.drafted + 1 <= 16 for record in history)
@@ -224,15 +224,15 @@ def test_settling_puts_every_layer_back():
     read = lambda ids: target(input_ids=ids, use_cache=True, **{CACHE_ARGUMENT: cache})  # noqa: E731
     with torch.no_grad():
         read(prompt_ids(5))
-        rewinder = Rewinder(cache, target)
+        rollback = Rollback(cache, target)
         before = [state.clone() for state in states_of(cache)]
         for _ in range(2):
-            rewinder.hold(4)
+            rollback.snapshot(4)
             read(prompt_ids(4))
-            rewinder.settle(4, committed=0)
+            rollback.roll_back(4, committed=0)
             for state, wanted in zip(states_of(cache), before, strict=True):
                 assert torch.equal(state, wanted)
-    assert rewinder.lag == 0
+    assert rollback.lag == 0
 
 
 @pytest.mark.parametrize(
@@ -242,17 +242,17 @@ def test_settling_puts_every_layer_back():
         ("nemotron_h", "bounds its time step"),
         ("zamba2", "bounds its time step"),
         ("mamba2", "without a layer of attention"),
-        ("recurrent_gemma", "RecurrentGemmaForCausalLM keeps a state that can't be rewound"),
+        ("recurrent_gemma", "RecurrentGemmaForCausalLM keeps a state that can't be rolled back"),
         ("minimax", "outside of transformers' caches"),
     ],
 )
-def test_targets_that_can_not_be_rewound_are_refused_at_load(family, reason):
+def test_targets_that_can_not_be_rolled_back_are_refused_at_load(family, reason):
     assert family in REFUSED
     target = make_hybrid(family, dtype=torch.float32)
     drafter = make_drafter(target, bind=False)
     with pytest.raises(ValueError, match=reason):
         check_pair(target, drafter)
-    with pytest.raises(ValueError, match="can't be rewound"):
+    with pytest.raises(ValueError, match="can't be rolled back"):
         target.generate(prompt_ids(), max_new_tokens=4, assistant_model=drafter)
 
 

@@ -1,7 +1,5 @@
 """K/V of many sequences of different lengths, written and read in place.
 
-Owns: where each sequence's keys and values lie, the layout of one ragged forward, attention over it.
-Does not own: models, which tokens stand (a slot's `length` is set by its owner).
 Axes: N slots of a pool, T rows of one forward, Q rows of one sequence in it, C tokens of context, H query heads, K key/value
 heads, G = H / K, D head size.
 
@@ -13,7 +11,8 @@ Memory follows the tokens held: each pool holds little more than its sequences, 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.nn import functional as F
@@ -32,11 +31,21 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(eq=False)
 class Slot:
-    """One sequence's place. length: tokens that stand; what lies behind them is overwritten by the next forward."""
+    """One sequence's place. length: tokens it holds; what lies behind them is overwritten by the next forward.
+
+    start: position of the first token. dropped: tokens missing after the first `sinks` ones, which leave a gap in the positions.
+    """
 
     pool: _Pool
     index: int
     length: int = 0
+    start: int = 0
+    sinks: int = 0
+    dropped: int = 0
+
+    def position(self, place: int) -> int:
+        """Of the token at `place`, counted from 0."""
+        return self.start + place + (self.dropped if place >= self.sinks else 0)
 
 
 class _Pool:
@@ -130,6 +139,25 @@ class RaggedStore:
         slot.pool, slot.index = target, new.index
         target.slots[new.index] = slot
 
+    def remove(self, slot: Slot, first: int, last: int) -> None:
+        """Forget the tokens from the `first` one up to the `last`, which stays; what lies behind moves up."""
+        count = slot.length - last
+        for pair in slot.pool.tensors.values():
+            for tensor in pair:
+                row = tensor[slot.index]
+                row[:, first : first + count] = row[:, last : slot.length].clone()
+        slot.length -= last - first
+
+    def keep(self, slot: Slot, path: Sequence[int]) -> None:
+        """Of the rows read behind `slot.length`, those of `path` (ascending) are the text's; the others are forgotten."""
+        if list(path) != list(range(len(path))):
+            places = torch.tensor(path) + slot.length
+            for pair in slot.pool.tensors.values():
+                for tensor in pair:
+                    row = tensor[slot.index]
+                    row[:, slot.length : slot.length + len(path)] = row[:, places.to(row.device)]
+        slot.length += len(path)
+
     def close(self, slot: Slot) -> None:
         """Forget a sequence and free its place."""
         slot.pool.close(slot)
@@ -155,48 +183,68 @@ class RaggedStore:
         return self._pools.setdefault(size, _Pool(size))
 
 
-@dataclass(eq=False)
 class Group:
     """Rows of one forward that attend together: those of neighbouring slots of one pool, or of one sequence alone.
 
-    first, count: the slots. start, stop: the rows. lengths: tokens that stand in each slot. rows: of each slot, 0 for one
-    that is no part of the forward. width: Q, the most of them. columns: keys that are looked at.
+    first, count: the slots. start, stop: the rows. slots: by place, `None` for one that is no part of the forward. rows: of each
+    slot, 0 for those. width: Q, the most of them. columns: keys that are looked at.
     """
 
-    pool: _Pool
-    first: int
-    count: int
-    start: int
-    stop: int
-    lengths: list[int]
-    rows: list[int]
-    device: torch.device
-    masks: dict[Hashable, torch.Tensor] = field(default_factory=dict)
+    def __init__(
+        self, first: int, slots: Sequence[Slot | None], rows: Sequence[int], start: int, device: torch.device
+    ) -> None:
+        self.first, self.slots, self.rows, self.device = first, slots, rows, device
+        self.pool = next(slot.pool for slot in slots if slot is not None)
+        self.count, self.start, self.stop = len(slots), start, start + sum(rows)
+        self.lengths = [0 if slot is None else slot.length for slot in slots]
+        self.width = max(rows)
+        self.columns = max(length + n for length, n in zip(self.lengths, rows))
+        self.is_full = all(n == self.width for n in rows)
+        self.masks: dict[Hashable, torch.Tensor | None] = {}
+        self._written: dict[int, torch.Tensor] = {}  # by number of heads: where each row's heads go, flat
 
-    def __post_init__(self) -> None:
-        self.width = max(self.rows)
-        self.columns = max(length + rows for length, rows in zip(self.lengths, self.rows))
-        self.is_full = all(rows == self.width for rows in self.rows)
-        places = [i * self.width + q for i, rows in enumerate(self.rows) for q in range(rows)]
-        self.taken = torch.tensor(places, device=self.device)  # [rows] in [count * Q]
-        inverse = torch.zeros(self.count * self.width, dtype=torch.long)
-        inverse[places] = torch.arange(len(places))
-        self.gathered = inverse.to(self.device)  # [count * Q] in [rows]; any row where there is none
-        self.written: dict[int, torch.Tensor] = {}  # by number of heads: where each row's heads go, flat
-        self.length_column = torch.tensor(self.lengths, device=self.device)[:, None, None]
+    @cached_property
+    def taken(self) -> torch.Tensor:
+        """Places of the rows in [count * Q]. [rows]"""
+        return torch.tensor([i * self.width + q for i, n in enumerate(self.rows) for q in range(n)], device=self.device)
 
-    def write_index(self, heads: int) -> torch.Tensor:
-        """Flat places of the rows' keys in a pool's tensor seen as [N * K * capacity, D], head by head. [K * rows]"""
-        if heads not in self.written:
+    @cached_property
+    def gathered(self) -> torch.Tensor:
+        """The row at each place, any where there is none. [count * Q]"""
+        inverse = torch.zeros(self.count * self.width, dtype=torch.long, device=self.device)
+        inverse[self.taken] = torch.arange(len(self.taken), device=self.device)
+        return inverse
+
+    def _column(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, device=self.device)[:, None, None]
+
+    @cached_property
+    def length_column(self) -> torch.Tensor:
+        """Tokens that each slot holds. [count, 1, 1]"""
+        return self._column(self.lengths)
+
+    @cached_property
+    def rows_column(self) -> torch.Tensor:
+        """Rows of each slot. [count, 1, 1]"""
+        return self._column(self.rows)
+
+    def write(self, room: torch.Tensor, new: torch.Tensor) -> None:
+        """Put the rows of `new` [K, T, D] behind what the slots hold in `room` [N, K, capacity, D]."""
+        rows = new[:, self.start : self.stop]
+        if self.count == 1:
+            room[self.first, :, self.lengths[0] : self.lengths[0] + self.width] = rows
+            return
+        heads, capacity = rows.shape[0], self.pool.capacity
+        if heads not in self._written:
             starts = [
-                (self.first + i) * heads * self.pool.capacity + self.lengths[i] + q
-                for i, rows in enumerate(self.rows)
-                for q in range(rows)
+                (self.first + i) * heads * capacity + self.lengths[i] + q
+                for i, count in enumerate(self.rows)
+                for q in range(count)
             ]
-            rows = torch.tensor(starts, device=self.device)
-            per_head = torch.arange(heads, device=self.device)[:, None] * self.pool.capacity
-            self.written[heads] = (per_head + rows).flatten()
-        return self.written[heads]
+            per_head = torch.arange(heads, device=self.device)[:, None] * capacity
+            self._written[heads] = (per_head + torch.tensor(starts, device=self.device)).flatten()
+        flat = room.view(-1, room.shape[-1])
+        flat.index_copy_(0, self._written[heads].to(flat.device), rows.reshape(-1, rows.shape[-1]).to(flat.dtype))
 
     def query_offsets(self) -> torch.Tensor:
         """0, 1, ... of each row within its sequence. [1, Q, 1]"""
@@ -205,6 +253,14 @@ class Group:
     def key_places(self) -> torch.Tensor:
         """0, 1, ... of each key within its sequence. [1, 1, C]"""
         return torch.arange(self.columns, device=self.device)[None, None, :]
+
+    def positions(self, places: torch.Tensor) -> torch.Tensor:
+        """Positions in the text of places in the slots, for masks that count in these. [count, ...] -> [count, ...]"""
+        start, sinks, dropped = (
+            self._column([0 if slot is None else getattr(slot, name) for slot in self.slots])
+            for name in ("start", "sinks", "dropped")
+        )
+        return start + places + dropped * (places >= sinks)
 
 
 MaskOf = Callable[[Group], torch.Tensor | None]
@@ -233,31 +289,27 @@ class Layout:
             for part in _runs(members, [slots[i].index for i in members]):
                 self._add(part, slots, rows, device)
         self.num_rows = len(self.order) and self.groups[-1].stop
-        self.positions = [slots[i].length + q for i in self.order for q in range(rows[i])]
+        self.positions = [slots[i].position(slots[i].length + q) for i in self.order for q in range(rows[i])]
 
     def _add(self, part: Sequence[int], slots: Sequence[Slot], rows: Sequence[int], device: torch.device) -> None:
-        pool, first = slots[part[0]].pool, slots[part[0]].index
+        first = slots[part[0]].index
         count = slots[part[-1]].index - first + 1
-        start = self.groups[-1].stop if self.groups else 0
-        lengths, widths = [0] * count, [0] * count
-        stop = start
+        stop = start = self.groups[-1].stop if self.groups else 0
+        members: list[Slot | None] = [None] * count
+        widths = [0] * count
         for i in part:
             place = slots[i].index - first
-            lengths[place], widths[place] = slots[i].length, rows[i]
+            members[place], widths[place] = slots[i], rows[i]
             self.starts[i] = stop
             self.order.append(i)
             stop += rows[i]
-        self.groups.append(Group(pool, first, count, start, stop, lengths, widths, device))
+        self.groups.append(Group(first, members, widths, start, device))
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put the rows' keys and values, [1, K, T, D] each, into their slots."""
         for group in self.groups:
             for room, new in zip(group.pool.of_layer(layer, keys, values), (keys, values)):
-                rows = new[0, :, group.start : group.stop]
-                flat = room.view(-1, room.shape[-1])
-                flat.index_copy_(
-                    0, group.write_index(rows.shape[0]).to(flat.device), rows.reshape(-1, rows.shape[-1]).to(flat.dtype)
-                )
+                group.write(room, new[0])
 
     def attend(
         self,

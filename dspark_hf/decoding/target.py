@@ -1,7 +1,5 @@
-"""The only file that touches a target's internals: its decoder layers and what they put out.
+"""The only file that touches a target's internals: its decoder layers and what they put out, checks that need its inside.
 
-Owns: finding the layers, tapping them, checks of a target that need its inside.
-Does not own: embeddings and LM head (public accessors, `DSparkDraftModel.bind_target`), decoding.
 Axes: B sequences, S tokens of one forward, m tapped layers, d_target the target's hidden size.
 
 Forward hooks, and not `output_hidden_states=[...]`: the meaning of the selected index changed between transformers 5.17

@@ -1,8 +1,6 @@
-"""One request of the batch engine: its text, settings, places and record.
+"""One request of the batch engine: prepared exactly as `generate()` would, its text, its outcome as a record.
 
-Owns: preparing a request exactly as `generate()` would, what is kept of it, its outcome as a record.
-Does not own: when it runs (`engine`), forwards, drafting.
-Axes: L tokens of the text, S tokens whose features are new, m tapped layers, V vocabulary.
+Axes: L tokens of the text, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,10 +21,9 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 
-from ..decoding.commit import Text, choose
-from ..decoding.stats import GenerationStats
-from .cache import Slot
-from .runner import SpanOutput
+from ..decoding.ragged_target import place
+from ..decoding.sequence import TextSequence
+from ..decoding.statistics import GenerationStats
 
 FinishReason = Literal["stop", "length", "cancelled", "interrupted", "error"]
 
@@ -193,96 +190,54 @@ def _with_stop_strings(
     return config, StoppingCriteriaList([*(criteria or []), StopStringCriteria(tokenizer, strings)])
 
 
-@dataclass(eq=False)
-class Request:
-    """A request in the engine. The slots are `None` while it waits."""
+class Request(TextSequence):
+    """A text in the engine. to_read: tokens of the text when it was admitted; they are read before it decodes."""
 
-    id: int
-    prepared: Prepared
-    text: Text
-    generator: torch.Generator
-    draft_generator: torch.Generator  # the same one, unless the drafter is on another device
-    stats: GenerationStats
-    started: float = field(default_factory=time.perf_counter)
-    to_read: int = 0  # tokens of the text when it was let in: they are read before it decodes
-    slot: Slot | None = None
-    draft_slot: Slot | None = None
-    pending: list[torch.Tensor] = field(
-        default_factory=list
-    )  # features not yet in the drafter's context, [1, S, m * d]
+    def __init__(self, prepared: Prepared, *args: Any, **settings: Any) -> None:
+        super().__init__(prepared.input_ids, prepared.config, prepared.processors, prepared.criteria, *args, **settings)
+        self.prompt_ids = prepared.input_ids
+        self.started = time.perf_counter()
+        self.to_read = 0
 
     @property
     def capacity(self) -> int:
         """Most tokens it may come to hold."""
-        return self.prepared.config.max_length
-
-    @property
-    def prompt_length(self) -> int:
-        return self.prepared.input_ids.shape[1]
+        return self.config.max_length
 
     @property
     def is_reading(self) -> bool:
-        """Whether some of the text that it was let in with is not in the cache yet."""
+        """Whether some of the text that it was admitted with is not in the cache yet."""
         return self.slot is not None and self.slot.length < self.to_read
-
-    @property
-    def place(self) -> Slot:
-        """The slot of a running request."""
-        assert self.slot is not None, "a running request has a place"
-        return self.slot
 
     @property
     def unread(self) -> torch.LongTensor:
         """Tokens of the text that are not in the cache. [L]"""
-        return self.text.input_ids[0, self.place.length :]
-
-    @property
-    def num_pending(self) -> int:
-        return sum(part.shape[1] for part in self.pending)
-
-    def append(
-        self, candidate_ids: torch.LongTensor, logits: torch.Tensor, draft_probs: torch.Tensor | None = None
-    ) -> tuple[int, int]:
-        """What the target says to `candidate_ids` (see `choose`): tokens appended to the text, and drafts among them."""
-        prepared = self.prepared
-        choice = choose(
-            prepared.processors, bool(prepared.config.do_sample), candidate_ids, logits, draft_probs, self.generator
-        )
-        committed = self.text.commit(choice)
-        self.stats.new_tokens += committed
-        return committed, min(choice.accepted, committed)
-
-    def keep(self, output: SpanOutput, count: int) -> None:
-        """The first `count` rows of a forward stand: they are in the cache now, and their features are for the drafter."""
-        self.place.length += count
-        if output.features is not None:
-            # A copy, or these rows would keep everybody's features of that step.
-            self.pending.append(output.features[:, :count].clone())
+        return self.input_ids[0, place(self).length :]
 
     @property
     def reason(self) -> FinishReason:
         """Why a finished text ended."""
-        stops = self.prepared.config.eos_token_id
+        stops = self.config.eos_token_id
         ends = {stops} if isinstance(stops, int) else set(stops or ())
-        ran_out = self.text.length >= self.prepared.config.max_length
-        return "length" if ran_out and int(self.text.input_ids[0, -1]) not in ends else "stop"
+        ran_out = self.length >= self.config.max_length
+        return "length" if ran_out and int(self.input_ids[0, -1]) not in ends else "stop"
 
     def output(self, reason: FinishReason, error: Exception | None = None) -> RequestOutput:
         """Its record, at its end."""
         self.stats.total_seconds = time.perf_counter() - self.started
         return RequestOutput(
-            self.id,
-            self.prepared.input_ids[0].tolist(),
-            self.text.input_ids[0, self.prompt_length :].tolist(),
-            reason,
-            error,
-            self.stats,
-            _ordinary(self.text.scores),
-            _ordinary(self.text.logits),
+            id=self.id,
+            prompt_ids=self.prompt_ids[0].tolist(),
+            token_ids=self.input_ids[0, self.prompt_ids.shape[1] :].tolist(),
+            finish_reason=reason,
+            error=error,
+            stats=self.stats,
+            scores=_ordinary(self.scores),
+            logits=_ordinary(self.logits),
         )
 
 
 def _ordinary(rows: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, ...] | None:
-    """Tensors for any use; steps run in inference mode."""
+    """Tensors for any use; rounds run in inference mode."""
     with torch.inference_mode(False):
         return None if rows is None else tuple(row.clone() for row in rows)
