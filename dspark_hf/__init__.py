@@ -17,8 +17,8 @@ from .model.configuration_dspark import DSparkConfig
 from .model.modeling_dspark import DSparkDraftModel, DSparkDraftOutput
 from .model.sampler_dspark import DraftBlock
 from .scheduling.acceptance_estimate import Expectation
-from .scheduling.admission import ConfidenceThreshold, FixedLength, GuardedLength, LaggedScheduler, ThroughputScheduler
 from .scheduling.lookahead import LookaheadScheduler
+from .scheduling.policy import ConfidenceThreshold, FixedLength, GuardedLength, LaggedScheduler, ThroughputScheduler
 from .scheduling.step_costs import StepRates
 
 __version__ = "0.1.0"
