@@ -1,28 +1,39 @@
-"""What a scheduler believes: how likely tokens are to stand, and what a second is worth.
+"""How likely tokens are to be accepted, and what a second is worth: what a scheduler learns from finished rounds.
 
-Owns: expectations from calibration, what one text has shown beyond them, the rate λ of the run so far.
-Does not own: deciding (`lookahead`, `batch`), confidences and their calibration, step rates.
 Axes: γ positions; a_k survival, c_k = a_k / a_{k-1} confidence, λ tokens per second. Units: seconds.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .policy import SequenceRecord
 
 _MEMORY = 0.98  # what a round still weighs in λ one round later
 _PRIOR_TOKENS = 4.0  # λ starts at the rate of plain decoding, with the weight of this many tokens
 _LEVEL_PACE = 0.1  # share of a round's deviation that the expectation for the next rounds takes over
 _MOST_INFORMATION = 16.0  # bounds what past outcomes weigh, so that a text that changes is followed
 SPREAD = 1.8  # logits by which single rounds lie around the expectation, as a gate reckons
+# Copies: shortest match of each group, and the share of next tokens that followed the earlier text in answers of the
+# default target.
+_SHORTEST = (2, 3, 4, 6, 9, 17, 32)
+_COPY_PRIOR = (0.50, 0.59, 0.67, 0.74, 0.82, 0.91, 0.97)
+_COPY_PRIOR_WEIGHT = 8.0  # outcomes that the prior is worth
+_COPY_MEMORY = 0.97  # what an outcome still weighs after the next one of its group
 
 
 @dataclass(frozen=True)
 class Expectation:
     """What calibration says of rounds not yet drafted; the default, one half with little weight, is for no calibration.
 
-    acceptance: P(x_k stands | x_<k stood) for each position, one half beyond the last. persistence: share of a position's
+    acceptance: P(x_k is accepted | x_<k were) for each position, one half beyond the last. persistence: share of a position's
     deviation (in logits) that carries on to the next. information: how many outcomes this is worth against the run's own.
     """
 
@@ -31,13 +42,13 @@ class Expectation:
     information: float = 4.0
 
     def of(self, position: int) -> float:
-        """P(x_k stands | x_<k stood) in logits, k = `position` counted from 0."""
+        """P(x_k is accepted | x_<k were) in logits, k = `position` counted from 0."""
         return logit(self.acceptance[position]) if position < len(self.acceptance) else 0.0
 
 
 @dataclass
-class Belief:
-    """What one text has shown, on top of the expectation. reads_survival: `False` for a drafter without confidences."""
+class AcceptanceEstimate:
+    """How likely drafted tokens are: what one text has shown, on top of the expectation. reads_survival: `False` for a drafter without confidences."""
 
     expected: Expectation
     reads_survival: bool = True
@@ -72,15 +83,41 @@ class Belief:
         deviation = logit(known[-1]) - self.expected.of(position - 1) - self._shift - self._level
         return known + self.tail(position, limit, deviation * self.expected.persistence)
 
-    def learn(self, survival: Sequence[float], drafted: int, accepted: int) -> None:
-        """One finished round, whose tokens are committed."""
-        known = self.corrected(survival) if self.reads_survival else self.tail(0, drafted, 0.0)
+    def learn(self, record: SequenceRecord) -> None:
+        """One finished round with a block, whose tokens are committed."""
+        verified, accepted = record.verified, record.accepted
+        known = self.corrected(record.survival) if self.reads_survival else self.tail(0, verified, 0.0)
         if self.reads_survival and known:
             deviations = [logit(c) - self._shift - self.expected.of(k) for k, c in enumerate(known)]
             self._level += _LEVEL_PACE * (sum(deviations) / len(deviations) - self._level)
-        for k, c in enumerate(known[: min(accepted + 1, drafted)]):
+        for k, c in enumerate(known[: min(accepted + 1, verified)]):
             self._information = min(self._information + c * (1 - c), _MOST_INFORMATION)
             self._shift += ((k < accepted) - c) / self._information
+
+
+class CopyEstimate:
+    """How likely text is to go on as it did before, by how many equal tokens lie behind it (the match); for one text."""
+
+    def __init__(self) -> None:
+        self._accepted = [p * _COPY_PRIOR_WEIGHT for p in _COPY_PRIOR]
+        self._seen = [_COPY_PRIOR_WEIGHT] * len(_COPY_PRIOR)
+
+    def chance(self, match: int) -> float:
+        """That the next token is the one that followed the `match` equal tokens before."""
+        if match < _SHORTEST[0]:
+            return 0.0
+        group = bisect_right(_SHORTEST, match) - 1
+        return self._accepted[group] / self._seen[group]
+
+    def survival(self, match: int, length: int) -> list[float]:
+        """(a_1, ..., a_length) of copied tokens: each accepted one makes the match one longer."""
+        return list(accumulate((self.chance(match + k) for k in range(length)), mul))
+
+    def learn(self, match: int, accepted: bool) -> None:
+        """One committed token, and whether it was what the `match` tokens before it promised."""
+        group = bisect_right(_SHORTEST, match) - 1
+        self._accepted[group] = _COPY_MEMORY * self._accepted[group] + accepted
+        self._seen[group] = _COPY_MEMORY * self._seen[group] + 1.0
 
 
 @dataclass

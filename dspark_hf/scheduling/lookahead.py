@@ -1,135 +1,251 @@
 """`LookaheadScheduler`: draft and verify exactly as much as pays, decided before each token exists. The default policy.
 
-Owns: valuing tokens against time, the gate before drafting, parking, learning from finished rounds.
-Does not own: confidences and their calibration, the step rates, the other policies (`admission`).
-Axes: γ positions; a_k survival, c_k = a_k / a_{k-1} confidence, λ tokens per second. Units: seconds.
+Axes: n sequences of a round, γ positions; a_{r,k} survival, B rows of the target's forward, λ tokens per second.
+Units: seconds; what something is worth is counted in tokens.
 
 A round is worth its expected tokens minus λ times its seconds, with λ the rate of the run so far, in which old rounds fade
-(the renewal-reward form of Θ): what maximises that in each round maximises the rate of the run, not the ratio of one
-round. On a jagged curve the next token alone may not pay while three do, so each decision looks for the best longer
-prefix; positions whose confidence is not known yet enter with their expectation, never with what was or will be drawn
-(non-anticipating).
+(the renewal-reward form of Θ): what maximises that in each round maximises the rate of the run, not the ratio of one round.
+All (sequence, position) pairs are ranked by their survival, and the prefix of that ranking that is worth most is taken: on a
+jagged curve the next token alone may not pay while three do. Positions whose confidence is not known yet enter with their
+expectation, never with what was or will be drawn (non-anticipating).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
-from .acceptance_estimate import SPREAD, Belief, Expectation, RunRate
-from .admission import Parking, RoundOutcome
+from .acceptance_estimate import SPREAD, AcceptanceEstimate, Expectation, RunRate
+from .policy import BackOff, Plan, Policy, RoundRecord, SequenceState, mean_depth, planned, ranked_pairs
 from .step_costs import StepRates
 
 
 @dataclass
-class LookaheadScheduler:
-    """Maximises the tokens per second of a run; `gate=False` always drafts. One instance serves one generation (`fresh`).
+class _Member:
+    """What is kept of one sequence."""
 
-    step_rates: the machine's table. expectation: of this drafter. reads_survival: `False` for a drafter without a
-    confidence head, whose positions are judged by their expectation alone.
+    estimate: AcceptanceEstimate
+    back_off: BackOff = field(default_factory=BackOff)
+    probes: int = 0
+
+
+@dataclass
+class _Block:
+    """tokens: what a block is best made for. worth: its tokens less rows and steps, the parallel stage not yet paid. rows:
+    that it is expected to verify."""
+
+    tokens: int = 0
+    worth: float = 0.0
+    rows: float = 0.0
+
+
+class _Prices:
+    """One round's costs, in tokens at the rate λ of the run."""
+
+    def __init__(
+        self, rates: StepRates, run: RunRate, sequences: Sequence[SequenceState], prefill_rows: int, drafting: int
+    ) -> None:
+        count, depth = len(sequences), mean_depth(sequences)
+        self._rates, self._place = rates, (depth, count)
+        self._base = count + prefill_rows
+        self._seconds = [rates.cost(self._base, depth, count)]
+        self.rate = run.per_second(rates.cost(count, depth, count), count)
+        self.drafting = drafting
+        # One more drafted position, of any number of sequences.
+        self.step = self.rate * (rates.draft_cost(1, 1, drafting) - rates.draft_cost(1, 0, drafting))
+
+    def rows(self, n: int, before: int = 0) -> float:
+        """Of `n` more rows in a forward that has one for each sequence and `before` others."""
+        while len(self._seconds) <= before + n:
+            self._seconds.append(self._rates.cost(self._base + len(self._seconds), *self._place))
+        return self.rate * (self._seconds[before + n] - self._seconds[before])
+
+    def stage(self, sequences: int) -> float:
+        """Of the parallel stage for `sequences` blocks of one token."""
+        return self.rate * self._rates.draft_cost(1, 0, sequences) if sequences else 0.0
+
+    def longer_block(self, limit: int) -> list[float]:
+        """Of making one sequence's block for 1, 2, ..., `limit` tokens rather than for one fewer; the first is in `stage`."""
+        seconds = [self._rates.draft_cost(k, 0, self.drafting) for k in range(1, limit + 1)]
+        return [0.0] + [self.rate * (b - a) / self.drafting for a, b in zip(seconds, seconds[1:])]
+
+
+@dataclass
+class LookaheadScheduler(Policy):
+    """Maximises the tokens per second of a run, for one sequence or many; `gate=False` always drafts.
+
+    step_rates: the machine's table, for several sequences too where they are decoded at once. expectation: of this drafter.
+    reads_survival: `False` for a drafter without a confidence head, whose positions are judged by their expectation alone.
     """
 
-    step_rates: StepRates
+    step_rates: StepRates = field()
     expectation: Expectation | None = None
     gate: bool = True
     reads_survival: bool = True
-    parking: Parking = field(default_factory=Parking, init=False)
+    weighs_copies = True
+    _back_off: BackOff = field(default_factory=BackOff, init=False, repr=False)  # of all sequences together
     _run: RunRate = field(default_factory=RunRate, init=False, repr=False)
-    _probing: bool = field(default=False, init=False, repr=False)
-    _verify: list[float] = field(default_factory=list, init=False, repr=False)
-    _step: float = field(default=0.0, init=False, repr=False)
-    _rate: float = field(default=0.0, init=False, repr=False)
-    _limit: int | None = field(default=None, init=False, repr=False)
-    _value: float = field(default=0.0, init=False, repr=False)  # of the block decided on, beyond a plain step
-
-    def __post_init__(self) -> None:
-        self._belief = Belief(self.expectation or Expectation(information=1.0), self.reads_survival)
-
-    def fresh(self) -> LookaheadScheduler:
-        return LookaheadScheduler(self.step_rates, self.expectation, self.gate, self.reads_survival)
+    _members: dict[int, _Member] = field(default_factory=dict, init=False, repr=False)
+    # Of the round at hand, by place of the sequence:
+    _in_round: list[_Member] = field(default_factory=list, init=False, repr=False)
+    _limits: list[int] = field(default_factory=list, init=False, repr=False)
+    _probing: set[int] = field(default_factory=set, init=False, repr=False)
+    _taken: int = field(
+        default=0, init=False, repr=False
+    )  # rows beyond one a sequence: copies, and tokens admitted so far
+    _prices: _Prices = field(init=False, repr=False, compare=False)
 
     # -- before drafting ---------------------------------------------------------------------------------------------
 
-    def begin_round(self, depth: int, limit: int) -> int:
-        """The block length worth drafting now, 0 where a plain step is expected to give more tokens per second."""
-        self._look_up(depth, limit)
-        values = self._block_values(limit)
-        value, best = max((value, -n) for n, value in enumerate(values, start=1))
-        best = -best
-        if value > 0 or not self.gate:
-            self.parking.resume()
-        elif not self.parking.refuse():
-            best = 0
-        self._probing = self.gate and value <= 0 and best > 0
-        self._limit, self._value = best, max(value, 0.0) if best else 0.0
-        return best
+    def plan(self, sequences: Sequence[SequenceState], prefill_rows: int = 0) -> list[Plan]:
+        """For each sequence its best block, its copy, or a plain step, by what is expected to give more tokens per second."""
+        for s in sequences:
+            if s.id not in self._members:
+                expected = self.expectation or Expectation(information=1.0)
+                self._members[s.id] = _Member(AcceptanceEstimate(expected, self.reads_survival))
+        self._in_round = [self._members[s.id] for s in sequences]
+        self._probing, self._taken = set(), 0
+        drafting = [r for r, s in enumerate(sequences) if s.limit > 0]
+        self._prices = _Prices(self.step_rates, self._run, sequences, prefill_rows, len(drafting))
+        blocks = self._blocks(sequences, drafting)
+        copies = self._copies(sequences, blocks)
+        if copies:
+            self._taken = sum(copies.values())
+            drafting = [r for r in drafting if r not in copies]
+            blocks = self._blocks(sequences, drafting)
+        self._limits = self._gated(drafting, blocks)
+        return [
+            Plan(copies[r], copied=True) if r in copies else planned(s, self._limits[r])
+            for r, s in enumerate(sequences)
+        ]
 
-    def copy_length(self, survival: Sequence[float], depth: int) -> int:
-        """How many tokens of a copy that costs nothing to draft to verify instead of this round's block; 0 for none.
+    def _blocks(self, sequences: Sequence[SequenceState], drafting: Sequence[int]) -> list[_Block]:
+        """The best block of each sequence that may be drafted, all of them together.
 
-        survival: (a_1, a_2, ...) of its tokens, known before any of them (from earlier rounds and the committed text).
+        Each is taken to lie above or below its expectation with even chances: in two cases, half of the sequences above in
+        the one and below in the other, each cut where it pays best. Blocks are made as long as the better case wants them:
+        there the price of a longer one is paid.
         """
-        plain, tokens, best, length = self.step_rates.cost(1, depth), 0.0, self._value, 0
-        rate = self._run.per_second(plain)
-        for n, a in enumerate(survival, start=1):
-            tokens += a
-            gain = tokens - rate * (self.step_rates.cost(n + 1, depth) - plain)
-            if gain > best:
-                best, length = gain, n
-        return length
+        blocks = [_Block() for _ in sequences]
+        if not drafting:
+            return blocks
+        cases = (1, -1) if self.reads_survival else (0,)
+        longer = self._prices.longer_block(max(sequences[r].limit for r in drafting))
+        for case in cases:
+            ahead, paid = [], []
+            for place, r in enumerate(drafting):
+                side = -case if place % 2 else case
+                tail = self._in_round[r].estimate.tail(0, sequences[r].limit, side * SPREAD)
+                ahead.append(list(accumulate(tail, mul)))
+                paid.append([len(cases) * price for price in longer] if side >= 0 else [0.0] * len(longer))
+            worth, lengths = self._best(ahead, paid)
+            gains = [sum(a[:n]) - sum(p[:n]) for a, p, n in zip(ahead, paid, lengths)]
+            shared = (sum(gains) - worth) / max(sum(lengths), 1)  # rows and steps, by the token
+            for r, gain, n in zip(drafting, gains, lengths):
+                blocks[r].tokens = max(blocks[r].tokens, n)
+                blocks[r].worth += (gain - n * shared) / len(cases)
+                blocks[r].rows += n / len(cases)
+        return blocks
 
-    def _look_up(self, depth: int, limit: int) -> None:
-        """This round's λ, and the seconds that verifying 1, 2, ... tokens and one more drafted token take."""
-        rates = self.step_rates
-        self._verify = [rates.cost(n, depth) for n in range(1, limit + 2)]
-        self._step = rates.draft_cost(1, 1) - rates.draft_cost(1, 0)
-        self._rate = self._run.per_second(self._verify[0])
+    def _best(
+        self, ahead: Sequence[Sequence[float]], paid: Sequence[Sequence[float]] | None = None
+    ) -> tuple[float, list[int]]:
+        """The prefix of all pairs by rank that is worth most: its worth, and how many tokens of each sequence it takes.
 
-    def _block_values(self, limit: int) -> list[float]:
-        """For blocks made for 1 to `limit` tokens: expected tokens beyond a plain step's, less λ times the additional seconds.
-
-        Half of the rounds are taken to lie above the expectation, half below, each cut where it pays best.
+        ahead: survival of each sequence's next tokens. paid: what each costs beside its row and its step.
         """
-        values = [-self._rate * self.step_rates.draft_cost(n, 0) for n in range(1, limit + 1)]
-        spread = SPREAD if self.reads_survival else 0.0
-        for deviation in (-spread, spread):
-            best = 0.0
-            for n, gain in enumerate(self._gains(0, 1.0, self._belief.tail(0, limit, deviation))):
-                best = max(best, gain)
-                values[n] += 0.5 * best
-        return values
+        lengths = [0] * len(ahead)
+        best, best_lengths, gain, longest = 0.0, list(lengths), 0.0, 0
+        for n, (a, r) in enumerate(ranked_pairs(ahead), start=1):
+            gain += a if paid is None else a - paid[r][lengths[r]]
+            lengths[r] += 1
+            if lengths[r] > longest:
+                longest, gain = lengths[r], gain - self._prices.step
+            worth = gain - self._prices.rows(n, self._taken)
+            if worth > best:
+                best, best_lengths = worth, list(lengths)
+        return best, best_lengths
+
+    def _copies(self, sequences: Sequence[SequenceState], blocks: Sequence[_Block]) -> dict[int, int]:
+        """Of which sequences a copy is verified in place of a block, and how many of its tokens."""
+        prices = self._prices
+        count = sum(b.tokens > 0 for b in blocks)
+        pays = sum(b.worth for b in blocks) > prices.stage(count)
+        rows, copies = sum(b.rows for b in blocks) if pays else 0.0, {}
+        for r in sorted(range(len(sequences)), key=lambda r: -sum(sequences[r].copy)):
+            block, best, length = blocks[r] if pays else _Block(), 0.0, 0
+            if block.tokens:
+                best = max(block.worth - prices.stage(count) + prices.stage(count - 1), 0.0)
+            others, gain = round(rows - block.rows), 0.0
+            for n, a in enumerate(sequences[r].copy, start=1):
+                gain += a
+                if gain - prices.rows(n, others) > best:
+                    best, length = gain - prices.rows(n, others), n
+            if length:
+                copies[r] = length
+                rows += length - block.rows
+                count -= block.tokens > 0
+        return copies
+
+    def _gated(self, drafting: Sequence[int], blocks: Sequence[_Block]) -> list[int]:
+        """What blocks are made for: 0 for sequences that do not pay their share of the parallel stage, and for all where
+        together they do not pay it. These look again now and then, with a probe."""
+        prices, limits = self._prices, [b.tokens for b in blocks]
+        if not self.gate:
+            return [max(n, 1) if r in drafting else 0 for r, n in enumerate(limits)]
+        made = [r for r in drafting if limits[r]]
+        share = prices.stage(len(made)) - prices.stage(len(made) - 1)
+        kept = [r for r in made if len(made) == 1 or blocks[r].worth > share]
+        if kept and sum(blocks[r].worth for r in kept) > prices.stage(len(kept)):
+            self._back_off.resume()
+            for r in made:
+                if r in kept:
+                    self._in_round[r].back_off.resume()
+                else:
+                    limits[r] = self._probe(r, 1) if self._in_round[r].back_off.refuse() else 0
+            return limits
+        probe = None
+        if drafting and self._back_off.refuse():
+            # One sequence alone looks whether drafting pays again: all of them would cost too much.
+            probe = min(drafting, key=lambda r: self._in_round[r].probes)
+        return [self._probe(r, max(n, 1)) if r == probe else 0 for r, n in enumerate(limits)]
+
+    def _probe(self, r: int, tokens: int) -> int:
+        self._in_round[r].probes += 1
+        self._probing.add(r)
+        return tokens
 
     # -- while drafting ----------------------------------------------------------------------------------------------
 
-    def admit(self, position: int, survival_so_far: list[float]) -> bool:
-        """Whether some prefix that ends at `position` or later is worth more than stopping here."""
-        if self._probing and position == 1:
-            return True  # or it would learn nothing
-        limit = max(position, self._limit or position)
-        if limit >= len(self._verify):  # asked without `begin_round`
-            self._look_up(1, limit)
-        outlook = self._belief.outlook(survival_so_far, position, limit)
-        return max(self._gains(position - 1, math.prod(outlook[: position - 1]), outlook[position - 1 :])) > 0
-
-    def _gains(self, length: int, survival: float, tail: Sequence[float]) -> list[float]:
-        """What going on by 1, 2, ... tokens from `length`, alive with probability `survival`, is worth."""
-        gains, tokens, start = [], 0.0, self._verify[length]
-        for n, acceptance in enumerate(tail, start=1):
-            survival *= acceptance
-            tokens += survival
-            gains.append(tokens - self._rate * (self._verify[length + n] - start + n * self._step))
-        return gains
+    def admit(self, position: int, open_sequences: Sequence[int], survival: Sequence[Sequence[float]]) -> list[bool]:
+        """For each open sequence whether its token at `position` is among the pairs worth most together."""
+        ahead = []  # of each: survival from `position` on
+        for r in open_sequences:
+            outlook = self._in_round[r].estimate.outlook(survival[r][:position], position, self._limits[r])
+            ahead.append(list(accumulate(outlook, mul))[position - 1 :])
+        _, lengths = self._best(ahead)
+        # A probe that verifies nothing would learn nothing.
+        admitted = [n > 0 or (position == 1 and r in self._probing) for r, n in zip(open_sequences, lengths)]
+        self._taken += sum(admitted)
+        return admitted
 
     # -- after the round ---------------------------------------------------------------------------------------------
 
-    def end_round(self, outcome: RoundOutcome) -> None:
-        """Learn from committed tokens alone."""
-        self.step_rates.observe(outcome)
-        plain = self.step_rates.cost(1, outcome.depth)
-        if self.step_rates.live:
-            self._run.observe_overhead(outcome.seconds - outcome.draft_seconds - outcome.verify_seconds, plain)
-        cost = self.step_rates.round_cost(outcome.limit, outcome.drafted, outcome.rows, outcome.depth)
-        self._run.add(outcome.committed, cost, plain)
-        if outcome.limit:
-            self._belief.learn(outcome.survival, outcome.drafted, outcome.accepted)
+    def learn(self, record: RoundRecord) -> None:
+        """Learn from committed tokens alone; copies tell what the forward cost and gave, nothing of the drafter."""
+        rates, count = self.step_rates, len(record.sequences)
+        rates.observe(record)
+        if not count:
+            return
+        plain = rates.cost(count, record.depth, count)
+        if rates.live:
+            self._run.observe_overhead(record.seconds - record.draft_seconds - record.verify_seconds, plain)
+        self._run.add(sum(s.committed for s in record.sequences), rates.record_cost(record), plain, count)
+        for s in record.blocks:
+            if s.id in self._members:
+                self._members[s.id].estimate.learn(s)
+
+    def forget(self, id: int) -> None:
+        self._members.pop(id, None)

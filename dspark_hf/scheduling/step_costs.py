@@ -1,7 +1,5 @@
-"""The step-rate table: what a forward costs on this machine (paper §3.2.2 SPS, design decision 5).
+"""The table of step costs: what a round costs on this machine (paper §3.2.2, SPS), and its slow correction by live rounds.
 
-Owns: the measured table, reading costs from it, its slow correction by live rounds, its file.
-Does not own: measuring (`decoding.profiling`), what is decided with it (`admission`).
 Axes: B tokens in one forward of the target, `depth` tokens of context before them, K tokens drafted. Units: seconds.
 """
 
@@ -10,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +20,12 @@ from transformers.utils import logging
 from ..loading.files import cache_folder, write_json
 
 if TYPE_CHECKING:
-    from .admission import RoundOutcome
+    from .policy import RoundRecord
 
 logger = logging.get_logger(__name__)
 _FORMAT = 1
 _GLOBAL_PACE, _ROW_PACE = 0.1, 0.05  # share of a live deviation that one round takes over
-_MOST_BACKLOG = 16  # a draft that first took in more context (a prompt, plain steps) says nothing of the usual one
+_MOST_BACKLOG = 16  # context tokens a sequence: a draft that first took in more (a prompt, plain steps) is no usual one
 _MOST_DEVIATION = 2.0  # one round counts at most as this much faster or slower than expected
 
 
@@ -81,11 +80,12 @@ class StepRates:
                 f"StepRates: sequences must ascend from 2, with one entry each in the three batch columns; got {self.sequences}."
             )
         self.live = True
-        self._speed = {"target": 1.0, "draft": 1.0}
-        self._row_factor = [1.0] * len(self.rows)
-        self._index = {b: i for i, b in enumerate(self.rows)}
+        self._target_pace = self._draft_pace = (
+            1.0  # of live rounds: what the machine takes now, as a multiple of the table
+        )
+        self._row_pace = [1.0] * len(self.rows)
         self._curves: dict[int, tuple[list[float], list[float]]] = {}  # of each depth: as measured, and padded
-        self._sizes: tuple[int, ...] = ()
+        self._in_steps = False  # whether forwards have these numbers of rows alone
         self._stepped: dict[tuple[int, ...], StepRates] = {}
 
     @classmethod
@@ -106,7 +106,7 @@ class StepRates:
                 for table in (self.target_seconds, self.target_spread)
             ]
             table = replace(self, rows=list(sizes), target_seconds=lines[0], target_spread=lines[1])
-            table._sizes = sizes
+            table._in_steps = True
             self._stepped[sizes] = table
         self._stepped[sizes].live = self.live
         return self._stepped[sizes]
@@ -115,19 +115,14 @@ class StepRates:
 
     def measured(self, rows: int, depth: int) -> float:
         """Seconds of a forward of exactly `rows` tokens: the jagged curve, interpolated between measured B and depths."""
-        return self._at(rows, depth, 0)
+        return self._at(rows, depth, padded=False)
 
     def cost(self, rows: int, depth: int, sequences: int = 1) -> float:
-        """Seconds of verifying `rows` tokens of `sequences` requests in all, `depth` their mean context.
+        """Seconds of verifying `rows` tokens of `sequences` in all, `depth` their mean context.
 
         The least of all B' >= rows, since a forward may always be padded.
         """
-        return self._at(rows, depth, 1) + self._sequence_cost(sequences)
-
-    def _sequence_cost(self, sequences: int) -> float:
-        if sequences < 2 or not self.sequences:
-            return 0.0
-        return _interpolate([1, *self.sequences], [0.0, *self.sequence_seconds], sequences) * self._speed["target"]
+        return self._at(rows, depth, padded=True) + self._sequence_cost(sequences)
 
     def padded_rows(self, rows: int, depth: int) -> int:
         """The B' >= rows whose forward is the cheapest; `rows` itself unless another is clearly cheaper.
@@ -150,84 +145,78 @@ class StepRates:
         """
         if limit == 0:
             return 0.0
-        block, step = self._block_cost(self.block_seconds, limit), self.draft_step_seconds
+        block, step = _block_cost(self.block_seconds, limit), self.draft_step_seconds
         if sequences > 1 and self.sequences:
             counts = [1, *self.sequences]
-            block = _interpolate(
-                counts, [block, *(self._block_cost(b, limit) for b in self.batch_block_seconds)], sequences
-            )
+            blocks = [block, *(_block_cost(b, limit) for b in self.batch_block_seconds)]
+            block = _interpolate(counts, blocks, sequences)
             step = _interpolate(counts, [step, *self.batch_step_seconds], sequences)
-        return (block + steps * step) * self._speed["draft"]
+        return (block + steps * step) * self._draft_pace
 
-    @staticmethod
-    def _block_cost(seconds: Sequence[float], limit: float) -> float:
-        if not seconds:
-            return 0.0
-        place = min(max(limit, 1.0), len(seconds)) - 1.0
-        low = int(place)
-        high = min(low + 1, len(seconds) - 1)
-        return seconds[low] + (place - low) * (seconds[high] - seconds[low])
+    def blocks_cost(self, limits: Sequence[int], steps: int) -> float:
+        """Seconds of drafting blocks for `limits` tokens (0: none for that sequence), `steps` drawn for the longest."""
+        drafting = [n for n in limits if n]
+        return self.draft_cost(sum(drafting) / len(drafting), steps, len(drafting)) if drafting else 0.0
 
     def round_cost(self, limit: int, steps: int, rows: int, depth: int) -> float:
         """Seconds of a round that drafts `steps` tokens in a block for `limit` and verifies `rows` tokens in all."""
         return self.draft_cost(limit, steps) + self.cost(rows, depth)
 
-    def _at(self, rows: int, depth: int, kind: int) -> float:
-        rows = next((size for size in self._sizes if size >= rows), rows)
+    def record_cost(self, record: RoundRecord) -> float:
+        """Seconds that the table says a finished round took in drafter and target, without the prompts read beside it."""
+        return self._drafted_cost(record) + self.cost(
+            record.rows - record.prefill_rows, record.depth, len(record.sequences)
+        )
+
+    def _drafted_cost(self, record: RoundRecord) -> float:
+        return self.blocks_cost([s.planned for s in record.blocks], max((s.drafted for s in record.blocks), default=0))
+
+    def _sequence_cost(self, sequences: int) -> float:
+        if sequences < 2 or not self.sequences:
+            return 0.0
+        return _interpolate([1, *self.sequences], [0.0, *self.sequence_seconds], sequences) * self._target_pace
+
+    def _at(self, rows: int, depth: int, padded: bool) -> float:
+        if self._in_steps:
+            rows = next((b for b in self.rows if b >= rows), rows)
         low = min(max(bisect_right(self.depths, depth) - 1, 0), max(len(self.depths) - 2, 0))
-        here = self._point(low, rows, kind)
+        here = self._point(low, rows, padded)
         if len(self.depths) > 1:
             share = (depth - self.depths[low]) / (self.depths[low + 1] - self.depths[low])
             # Below the first depth the curve is taken as flat; beyond the last it goes on as steep as before.
-            here += max(share, 0.0) * max(self._point(low + 1, rows, kind) - here, 0.0)
-        return here * self._speed["target"]
+            here += max(share, 0.0) * max(self._point(low + 1, rows, padded) - here, 0.0)
+        return here * self._target_pace
 
-    def _point(self, line: int, rows: int, kind: int) -> float:
+    def _point(self, line: int, rows: int, padded: bool) -> float:
         if line not in self._curves:
-            exact = [s * f for s, f in zip(self.target_seconds[line], self._row_factor)]
-            padded = list(exact)
-            for i in reversed(range(len(padded) - 1)):
-                padded[i] = min(padded[i], padded[i + 1])
-            self._curves[line] = exact, padded
-        curve = self._curves[line][kind]
-        return curve[self._index[rows]] if rows in self._index else _interpolate(self.rows, curve, rows)
+            exact = [s * f for s, f in zip(self.target_seconds[line], self._row_pace)]
+            falling = accumulate(reversed(exact), min)
+            self._curves[line] = exact, list(falling)[::-1]
+        return _interpolate(self.rows, self._curves[line][padded], rows)
 
     # -- live correction ---------------------------------------------------------------------------------------------
 
-    def observe(self, outcome: RoundOutcome) -> None:
+    def observe(self, record: RoundRecord) -> None:
         """Let one live round correct the table slowly; a whole machine that became slower is taken over faster.
 
         Nothing happens where `live` is `False`: decisions then depend on the stored table alone.
         """
-        self.correct_target(outcome.rows, outcome.verify_seconds, outcome.depth)
-        if outcome.backlog <= _MOST_BACKLOG:
-            self.correct_draft(outcome.draft_seconds, self.draft_cost(outcome.limit, outcome.drafted))
-
-    def correct_target(self, rows: int, seconds: float, depth: int, sequences: int = 1) -> None:
-        """One live forward of `rows` tokens took `seconds`."""
-        if not self.live:
+        count = len(record.sequences)
+        if not self.live or not count:
             return
-        ratio = _bounded(seconds / (self.measured(rows, depth) + self._sequence_cost(sequences)))
-        self._speed["target"] *= ratio**_GLOBAL_PACE
+        told = self.measured(record.rows, record.depth) + self._sequence_cost(count)
+        ratio = _bounded(record.verify_seconds / told)
+        self._target_pace *= ratio**_GLOBAL_PACE
         # What one B costs beyond the whole machine's pace; it fades, since one B alone can't tell the two apart.
-        for i, share in self._neighbours(rows):
-            self._row_factor[i] = self._row_factor[i] ** (1.0 - _ROW_PACE * share) * ratio ** (_ROW_PACE * share)
+        high = min(bisect_left(self.rows, record.rows), len(self.rows) - 1)
+        low = high if self.rows[high] <= record.rows else high - 1
+        share = (record.rows - self.rows[low]) / (self.rows[high] - self.rows[low]) if low < high else 1.0
+        for i, part in {low: 1.0 - share, high: share}.items():
+            self._row_pace[i] = self._row_pace[i] ** (1.0 - _ROW_PACE * part) * ratio ** (_ROW_PACE * part)
         self._curves.clear()
-
-    def _neighbours(self, rows: int) -> list[tuple[int, float]]:
-        """The measured B by which the cost of `rows` is told, and each one's share."""
-        if rows in self._index:
-            return [(self._index[rows], 1.0)]
-        high = bisect_right(self.rows, rows)
-        if high == len(self.rows):
-            return [(high - 1, 1.0)]
-        share = (rows - self.rows[high - 1]) / (self.rows[high] - self.rows[high - 1])
-        return [(high - 1, 1.0 - share), (high, share)]
-
-    def correct_draft(self, seconds: float, expected: float) -> None:
-        """One live draft took `seconds` where the table has `expected` (`draft_cost`)."""
-        if self.live and expected > 0:
-            self._speed["draft"] *= _bounded(seconds / expected) ** _GLOBAL_PACE
+        drafted = self._drafted_cost(record)
+        if drafted > 0 and record.backlog <= _MOST_BACKLOG * count:
+            self._draft_pace *= _bounded(record.draft_seconds / drafted) ** _GLOBAL_PACE
 
     # -- file --------------------------------------------------------------------------------------------------------
 
@@ -271,6 +260,16 @@ def _interpolate(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
         return ys[-1] + max(slope, 0.0) * (x - xs[-1])
     low, high = xs[i - 1], xs[i]
     return ys[i - 1] + (ys[i] - ys[i - 1]) * (x - low) / (high - low)
+
+
+def _block_cost(seconds: Sequence[float], limit: float) -> float:
+    """Between the two lengths around `limit`; `seconds` are of blocks for 1, 2, ... tokens."""
+    if not seconds:
+        return 0.0
+    place = min(max(limit, 1.0), len(seconds)) - 1.0
+    low = int(place)
+    high = min(low + 1, len(seconds) - 1)
+    return seconds[low] + (place - low) * (seconds[high] - seconds[low])
 
 
 def _bounded(ratio: float) -> float:
