@@ -64,8 +64,8 @@ def test_the_drafter_reads_the_adapted_layers():
     target = make_target()
     drafter = make_drafter(target)
     features = []
-    extend = drafter.extend_context
-    drafter.extend_context = lambda new, *args: (features.append(new), extend(new, *args))
+    project = drafter.context_key_values
+    drafter.context_key_values = lambda new, *args: (features.append(new), project(new, *args))[1]
     decode(target, drafter)
     model = peft.get_peft_model(target, adapter())
     randomise(model, "default")

@@ -92,12 +92,13 @@ def accept(
 ) -> list[Choice | Exception]:
     """What the target makes of each proposal, by its logits [K + 1, V] of the anchor's row and those of the nodes.
 
-    The device is read once for all sequences. An exception of a sequence's own processors stands in its place.
+    The device is read once for all sequences. An exception of a sequence's own processors, raised now or while it was drafted,
+    stands in its place.
     """
     verified: list[tuple | Exception] = []
     for sequence, proposal, rows in zip(sequences, proposals, logits, strict=True):
         try:
-            verified.append(_verify(sequence, proposal, rows))
+            verified.append(proposal.error or _verify(sequence, proposal, rows))
         except Exception as error:
             verified.append(error)
     known = [

@@ -186,8 +186,8 @@ def check_cache(cache: Cache, target: PreTrainedModel) -> None:
         usable = type(cache) in (DynamicCache, StaticCache) or cache.is_croppable
     if not usable or not all(_can_roll_back(layer) for layer in layers):
         raise ValueError(
-            f"Drafts can't be verified with this {type(cache).__name__} of {type(target).__name__}: it can't be rolled back, since "
-            "its layers can be neither cropped nor copied. Leave out cache_implementation and the cache, or decode without "
+            f"Drafts can't be verified with this {type(cache).__name__} of {type(target).__name__}: it can't be rolled back, "
+            "since its layers can be neither cropped nor copied. Leave out cache_implementation and the cache, or decode without "
             "assistant_model."
         )
 
@@ -218,8 +218,8 @@ def _is_recurrent(layer: Any) -> bool:
 
 def _unusable(target: PreTrainedModel, reason: str) -> ValueError:
     return ValueError(
-        f"{type(target).__name__} keeps a state that can't be rolled back, so drafts can't be verified with it: {reason}. Decode it "
-        "without assistant_model."
+        f"{type(target).__name__} keeps a state that can't be rolled back, so drafts can't be verified with it: {reason}. "
+        "Decode it without assistant_model."
     )
 
 

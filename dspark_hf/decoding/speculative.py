@@ -207,7 +207,7 @@ class Speculation:
         accepted: dict[TextSequence, int] = {}
         try:
             sequences = [s for s, _ in asked]
-            of = [proposals.get(s) or _nothing(s) for s in sequences]
+            of = [proposals[s] if s in proposals else _nothing(s) for s in sequences]
             for s, choice in zip(sequences, accept(sequences, of, [logits for _, logits in asked])):
                 if isinstance(choice, Choice):
                     accepted[s] = s.commit(choice)

@@ -325,9 +325,9 @@ class DSparkDraftModel(DSparkPreTrainedModel):
     # -- sequential stage --------------------------------------------------------------------------------------------
 
     def num_candidates(self, setting: int | Literal["auto"] | None) -> int | None:
-        """Of how many tokens a position is drawn, `None` for all. "auto": all, unless the vocabulary is large and a head reads it.
+        """Of how many tokens a position is drawn, `None` for all; "auto" leaves out some where the head reads a large matrix.
 
-        Only a large matrix takes longer to read than to choose from.
+        Only a large one takes longer to read than to choose from.
         """
         if setting != "auto":
             return setting

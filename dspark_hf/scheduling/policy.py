@@ -77,7 +77,7 @@ class RoundRecord:
 
     sequences: those that decoded. rows: of the whole forward, padding included, `prefill_rows` of them of prompts still
     read. backlog: context tokens that the drafter took in first. reading, waiting: sequences whose prompt is being read, and
-    that were not let in yet. cache_tokens, cache_bytes: held afterwards. Times in seconds, `seconds` of the whole round.
+    that were not admitted yet. cache_tokens, cache_bytes: held afterwards. Times in seconds, `seconds` of the whole round.
     """
 
     sequences: Sequence[SequenceRecord]
@@ -96,6 +96,27 @@ class RoundRecord:
     def depth(self) -> int:
         """Mean context of the sequences."""
         return mean_depth(self.sequences)
+
+    @property
+    def decoding(self) -> int:
+        """Sequences that decoded."""
+        return len(self.sequences)
+
+    @property
+    def drafted(self) -> int:
+        return sum(s.drafted for s in self.sequences)
+
+    @property
+    def verified(self) -> int:
+        return sum(s.verified for s in self.sequences)
+
+    @property
+    def accepted(self) -> int:
+        return sum(s.accepted for s in self.sequences)
+
+    @property
+    def committed(self) -> int:
+        return sum(s.committed for s in self.sequences)
 
     @property
     def blocks(self) -> list[SequenceRecord]:
