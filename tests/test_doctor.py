@@ -175,6 +175,7 @@ MISTAKES = {
     "depth": ({"num_target_layers": 6}, "6 layers"),
     "eos": ({"eos_token_id": [7, 9]}, "end with token 7, 9"),
     "mask": ({"mask_token_id": 3}, "mask token 3"),
+    "pad": ({"mask_token_id": 0}, "mask token 0 is also the padding"),
     "rope": ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, "rope base is 10000"),
     "name": ({"target_model_name_or_path": "them/Other-7B"}, "trained for them/Other-7B"),
 }

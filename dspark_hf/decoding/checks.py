@@ -48,6 +48,7 @@ def _tokens(target: PreTrainedModel, drafter: DSparkDraftModel) -> Iterator[Mist
     config = drafter.config
     known = eos_ids(target) | _ids(vars(target.config.get_text_config()).get("eos_token_id"))
     ours = _ids(config.eos_token_id)
+    pads = _ids(config.pad_token_id) | _ids(vars(target.config.get_text_config()).get("pad_token_id"))
     if ours and known and not ours & known:
         yield Mistake(
             "tokens",
@@ -59,6 +60,12 @@ def _tokens(target: PreTrainedModel, drafter: DSparkDraftModel) -> Iterator[Mist
         yield Mistake(
             "tokens",
             f"The drafter's mask token {config.mask_token_id} ends the target's texts.",
+            "Check mask_token_id in the drafter's config.json.",
+        )
+    elif config.mask_token_id in pads and not config.is_autoregressive:
+        yield Mistake(
+            "tokens",
+            f"The drafter's mask token {config.mask_token_id} is also the padding of the target's texts.",
             "Check mask_token_id in the drafter's config.json.",
         )
 

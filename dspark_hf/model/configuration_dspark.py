@@ -1,21 +1,20 @@
 """`DSparkConfig`: every field of a drafter, its unit and its check.
 
-Owns: fields, defaults, validation. Does not own: the configs of other packagings (`packagings_dspark`).
 Symbols: γ tokens drafted a round, d the drafter's hidden size, m tapped target layers, V the target's vocabulary.
 This file travels with a checkpoint (`auto_map`), so it imports nothing else of the package but `packagings_dspark`.
 """
 
-from __future__ import annotations
-
-from typing import Any, ClassVar
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import field, fields
+from types import UnionType
+from typing import Any, ClassVar, get_args, get_origin
 
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .packagings_dspark import to_dspark_dict
+from .packagings_dspark import check_taps, to_dspark_dict
 
-MARKOV_HEAD_TYPES = ("none", "vanilla", "gated", "rnn")
-LAYER_TYPES = ("full_attention", "sliding_attention")
-LAYER_FORMS = ("qwen3", "gemma4", "eagle3")
 # What calibration adds; it changes no weight and no cost.
 CALIBRATION_FIELDS = (
     "confidence_temperatures",
@@ -23,6 +22,17 @@ CALIBRATION_FIELDS = (
     "expected_acceptance",
     "acceptance_persistence",
 )
+_LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+    "least": (operator.ge, "at least"),
+    "most": (operator.le, "at most"),
+    "above": (operator.gt, "above"),
+    "one_of": (lambda value, allowed: value in allowed, "one of"),
+}
+
+
+def _limited(default: Any, **limits: Any) -> Any:
+    """A field that may only hold values within `limits` (names of `_LIMITS`), or lists of such, or None."""
+    return field(default=default, metadata=limits)
 
 
 class DSparkConfig(PreTrainedConfig):
@@ -57,10 +67,10 @@ class DSparkConfig(PreTrainedConfig):
             without W_1[x_{k-1}] among its inputs.
         confidence_temperatures, confidence_shifts (`list[float]`, *optional*): calibration of the confidences, one entry for
             each of γ positions: c_k = σ(logit_k / T_k + s_k) (§3.2.1; `dspark-hf calibrate`). `None`: not calibrated.
-        context_window (`int`, *optional*): a draft sees this many last tokens of the text (up to a quarter more, because what
-            lies before is dropped in pieces) and its first `context_sinks`. `None`: all of them. May be set at run time.
-        context_sinks (`int`): see `context_window`.
-        expected_acceptance (`list[float]`, *optional*): at calibration, the share of x_k that stood where x_<k did.
+        context_window (`int`, *optional*), context_sinks (`int`): a draft sees this many last tokens of the text (up to a
+            quarter more, because what lies before is dropped in pieces) and this many first ones. `None`: all of them. May
+            be set at run time.
+        expected_acceptance (`list[float]`, *optional*): at calibration, the share of x_k accepted where x_<k were.
         acceptance_persistence (`float`, *optional*): share of a position's deviation from that, in logits, that carries on
             to the next position.
         embedding_scale (`float`, *optional*): the embedding table's rows are multiplied by it, whatever the target's own
@@ -77,15 +87,15 @@ class DSparkConfig(PreTrainedConfig):
     model_type = "dspark"
     _auto_class: ClassVar[str | None] = "AutoConfig"  # as `DSparkDraftModel`'s
 
-    vocab_size: int = 151936
-    draft_vocab_size: int | None = None
-    hidden_size: int = 2560
-    target_hidden_size: int | None = None
-    intermediate_size: int = 9728
-    num_hidden_layers: int = 5
-    num_attention_heads: int = 32
-    num_key_value_heads: int = 8
-    head_dim: int = 128
+    vocab_size: int = _limited(151936, least=1)
+    draft_vocab_size: int | None = _limited(None, least=1)
+    hidden_size: int = _limited(2560, least=1)
+    target_hidden_size: int | None = _limited(None, least=1)
+    intermediate_size: int = _limited(9728, least=1)
+    num_hidden_layers: int = _limited(5, least=1)
+    num_attention_heads: int = _limited(32, least=1)
+    num_key_value_heads: int = _limited(8, least=1)
+    head_dim: int = _limited(128, least=1)
     hidden_act: str = "silu"
     max_position_embeddings: int = 40960
     initializer_range: float = 0.02
@@ -93,34 +103,34 @@ class DSparkConfig(PreTrainedConfig):
     rope_parameters: dict | None = None
     attention_bias: bool = False
     attention_dropout: float = 0.0
-    layer_form: str = "qwen3"
+    layer_form: str = _limited("qwen3", one_of=("qwen3", "gemma4", "eagle3"))
     attention_k_eq_v: bool = False
-    layer_types: list[str] | None = None
+    layer_types: list[str] | None = _limited(None, one_of=("full_attention", "sliding_attention"))
     sliding_window: int | None = None
-    sliding_window_origin: str = "anchor"
+    sliding_window_origin: str = _limited("anchor", one_of=("anchor", "query"))
     sliding_window_non_causal: bool = False
     full_attention_causal: bool = False
     tie_word_embeddings: bool = False
 
-    block_size: int = 7
-    min_block_size: int | None = None
+    block_size: int = _limited(7, least=1)
+    min_block_size: int | None = _limited(None, least=1)
     sample_from_anchor: bool = True
-    mask_token_id: int = 0
-    target_layer_ids: list[int] | None = None
+    mask_token_id: int = _limited(0, least=0)
+    target_layer_ids: list[int] | None = _limited(None, least=-1)
     num_target_layers: int | None = None
-    markov_head_type: str = "vanilla"
-    markov_rank: int = 256
+    markov_head_type: str = _limited("vanilla", one_of=("none", "vanilla", "gated", "rnn"))
+    markov_rank: int = _limited(256, least=0)
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
     context_window: int | None = None
     context_sinks: int = 4
-    confidence_temperatures: list[float] | None = None
+    confidence_temperatures: list[float] | None = _limited(None, above=0)
     confidence_shifts: list[float] | None = None
-    expected_acceptance: list[float] | None = None
-    acceptance_persistence: float | None = None
-    embedding_scale: float | None = None
-    output_scale: float = 1.0
-    final_logit_softcapping: float | None = None
+    expected_acceptance: list[float] | None = _limited(None, least=0, most=1)
+    acceptance_persistence: float | None = _limited(None, least=0, most=1)
+    embedding_scale: float | None = _limited(None, above=0)
+    output_scale: float = _limited(1.0, above=0)
+    final_logit_softcapping: float | None = _limited(None, above=0)
     has_own_embeddings: bool = False
     has_own_lm_head: bool | None = None
     num_anchors: int = 512
@@ -130,8 +140,9 @@ class DSparkConfig(PreTrainedConfig):
     target_model_name_or_path: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.rope_parameters is None:
-            self.rope_parameters = {"rope_type": "default", "rope_theta": 1_000_000.0}
+        _refuse(self._wrong_fields())
+        if self.rope_parameters is None and not kwargs.get("rope_scaling"):
+            self.rope_parameters = {"rope_type": "default", "rope_theta": kwargs.pop("rope_theta", None) or 1_000_000.0}
         if self.layer_types is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         if self.target_layer_ids is None:
@@ -147,100 +158,76 @@ class DSparkConfig(PreTrainedConfig):
         if not self.enable_confidence_head or not self.markov_rank:
             self.confidence_head_with_markov = False
         super().__post_init__(**kwargs)
-        self._check()
+        _refuse(self._conflicts())
 
-    def _check(self) -> None:
-        def require(condition: bool, message: str) -> None:
-            if not condition:
-                raise ValueError(f"DSparkConfig: {message}")
+    def _wrong_fields(self) -> Iterator[str]:
+        """What is of another type than its field, or outside its limits."""
+        for known in fields(self):
+            if known.name not in DSparkConfig.__annotations__:
+                continue  # transformers' own
+            value, kind = getattr(self, known.name), known.type
+            if not _is_of_type(value, kind):
+                yield f"{known.name} must be of the type {kind.__name__ if isinstance(kind, type) else kind}, got {value!r}."
+            for limit, bound in known.metadata.items():
+                holds, words = _LIMITS[limit]
+                values = value if isinstance(value, list | tuple) else [value]
+                if value is not None and not all(holds(item, bound) for item in values):
+                    allowed = ", ".join(bound) if isinstance(bound, tuple) else bound
+                    yield f"{known.name} must be {words} {allowed}, got {value!r}."
 
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
-        require(
-            self.num_attention_heads % self.num_key_value_heads == 0,
-            f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
-            f"({self.num_key_value_heads}).",
-        )
-        require(
-            self.markov_head_type in MARKOV_HEAD_TYPES,
-            f"markov_head_type must be one of {', '.join(MARKOV_HEAD_TYPES)}, got {self.markov_head_type!r}.",
-        )
-        require(
-            len(self.layer_types) == self.num_hidden_layers and set(self.layer_types) <= set(LAYER_TYPES),
-            f"layer_types must name {self.num_hidden_layers} layers out of {', '.join(LAYER_TYPES)}, got {self.layer_types}.",
-        )
-        require(
-            "sliding_attention" not in self.layer_types or bool(self.sliding_window),
-            "sliding layers need a sliding_window of at least 1 token.",
-        )
-        require(
-            self.sliding_window_origin in ("anchor", "query"),
-            f"sliding_window_origin must be 'anchor' or 'query', got {self.sliding_window_origin!r}.",
-        )
-        require(
-            self.layer_form in LAYER_FORMS,
-            f"layer_form must be one of {', '.join(LAYER_FORMS)}, got {self.layer_form!r}.",
-        )
-        require(
-            self.layer_form == "gemma4" or not self.attention_k_eq_v,
-            f"attention_k_eq_v is for layer_form 'gemma4', got {self.layer_form!r}.",
-        )
+    def _conflicts(self) -> Iterator[str]:
+        """What of one field does not go with another."""
+        if self.num_attention_heads % self.num_key_value_heads:
+            yield (
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
+                f"({self.num_key_value_heads})."
+            )
+        if len(self.layer_types) != self.num_hidden_layers:
+            yield f"layer_types must name {self.num_hidden_layers} layers, got {self.layer_types}."
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            yield "sliding layers need a sliding_window of at least 1 token."
+        if self.attention_k_eq_v and self.layer_form != "gemma4":
+            yield f"attention_k_eq_v is for layer_form 'gemma4', got {self.layer_form!r}."
         if self.is_autoregressive:
-            require(
-                self.num_hidden_layers == 1 and self.layer_types == ["full_attention"],
-                f"layer_form 'eagle3' means one full-attention layer, got {self.num_hidden_layers} ({self.layer_types}).",
-            )
-            require(
-                not self.markov_rank and not self.enable_confidence_head and self.min_block_size is None,
-                "layer_form 'eagle3' has no Markov head, no confidence head and no min_block_size.",
-            )
-            require(
-                self.sample_from_anchor, "layer_form 'eagle3' drafts from the anchor: sample_from_anchor must be true."
-            )
-        for name in ("embedding_scale", "output_scale", "final_logit_softcapping"):
-            value = getattr(self, name)
-            require(value is None or value > 0.0, f"{name} must be above 0, got {value}.")
-        require(self.num_draft_tokens >= 1, f"block_size {self.block_size} leaves no token to draft.")
-        require(
-            self.min_block_size is None or 1 <= self.min_block_size <= self.block_size,
-            f"min_block_size must be between 1 and block_size ({self.block_size}), got {self.min_block_size}.",
-        )
-        require(
-            0 <= self.mask_token_id < self.vocab_size,
-            f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}.",
-        )
-        require(
-            1 <= self.draft_vocab_size <= self.vocab_size,
-            f"draft_vocab_size must be between 1 and vocab_size ({self.vocab_size}), got {self.draft_vocab_size}.",
-        )
+            if self.num_hidden_layers != 1 or self.layer_types != ["full_attention"]:
+                yield f"layer_form 'eagle3' means one full-attention layer, got {self.num_hidden_layers} ({self.layer_types})."
+            if self.markov_rank or self.enable_confidence_head or self.min_block_size is not None:
+                yield "layer_form 'eagle3' has no Markov head, no confidence head and no min_block_size."
+            if not self.sample_from_anchor:
+                yield "layer_form 'eagle3' drafts from the anchor: sample_from_anchor must be true."
+        if self.num_draft_tokens < 1:
+            yield f"block_size {self.block_size} leaves no token to draft."
+        for name, most in (("min_block_size", "block_size"), ("draft_vocab_size", "vocab_size")):
+            value, bound = getattr(self, name), getattr(self, most)
+            if value is not None and value > bound:
+                yield f"{name} must be between 1 and {most} ({bound}), got {value}."
+        if self.mask_token_id >= self.vocab_size:
+            yield f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}."
         for name in ("confidence_temperatures", "confidence_shifts", "expected_acceptance"):
             values = getattr(self, name)
-            require(
-                values is None or len(values) == self.num_draft_tokens,
-                f"{name} must have one entry for each of {self.num_draft_tokens} drafted tokens, got {values}.",
-            )
-        require(
-            min(self.confidence_temperatures or [1.0]) > 0.0,
-            f"confidence_temperatures must be above 0, got {self.confidence_temperatures}.",
-        )
-        require(
-            self.acceptance_persistence is None or 0.0 <= self.acceptance_persistence <= 1.0,
-            f"acceptance_persistence must be between 0 and 1, got {self.acceptance_persistence}.",
-        )
-        require(
-            self.expected_acceptance is None or all(0.0 <= p <= 1.0 for p in self.expected_acceptance),
-            f"expected_acceptance must hold probabilities, got {self.expected_acceptance}.",
-        )
+            if values is not None and len(values) != self.num_draft_tokens:
+                yield f"{name} must have one entry for each of {self.num_draft_tokens} drafted tokens, got {values}."
+        yield from self._wrong_rope()
         self.check_context_window()
-        require(len(self.target_layer_ids) >= 1, "target_layer_ids must name at least one target layer.")
-        if self.num_target_layers is not None:
-            allowed = range(-1, self.num_target_layers - 1)
-            wrong = [i for i in self.target_layer_ids if i not in allowed]
-            require(
-                not wrong,
-                f"target_layer_ids {wrong} are outside -1..{self.num_target_layers - 2}: the target has "
-                f"{self.num_target_layers} layers and its last one can't be tapped (it is reported after the final norm).",
+        check_taps(self.target_layer_ids, "DSparkConfig: target_layer_ids")
+        depth = self.num_target_layers
+        if wrong := [i for i in self.target_layer_ids if depth is not None and i > depth - 2]:
+            yield (
+                f"target_layer_ids {wrong} are outside -1..{depth - 2}: the target has {depth} layers and its last one can't "
+                "be tapped (it is reported after the final norm)."
             )
+
+    def _wrong_rope(self) -> Iterator[str]:
+        """One entry for all layers, of a kind that transformers has, with all that this kind needs."""
+        rope, kinds = self.rope_parameters, {"default": None, **ROPE_INIT_FUNCTIONS}
+        base, kind = rope.get("rope_theta"), rope.get("rope_type")
+        if kind not in kinds or not _is_of_type(base, float) or base <= 0:
+            yield f"rope_parameters must have a rope_theta above 0 and a rope_type out of {', '.join(kinds)}, got {rope}."
+        try:
+            if (frequencies := kinds[kind]) is not None:
+                frequencies(self, None)
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            yield f"rope_parameters of the rope_type {kind!r} lack a key or have a wrong one ({error}), got {rope}."
 
     def check_context_window(self) -> None:
         """Refuse a window that can't be; it may be set at run time, so it is looked at where it is used too."""
@@ -263,7 +250,7 @@ class DSparkConfig(PreTrainedConfig):
     @property
     def is_calibrated(self) -> bool:
         """Whether the confidences were calibrated (`dspark-hf calibrate`)."""
-        return self.confidence_temperatures is not None
+        return self.confidence_temperatures is not None and self.enable_confidence_head
 
     @property
     def has_reduced_vocab(self) -> bool:
@@ -284,6 +271,22 @@ class DSparkConfig(PreTrainedConfig):
         shapes = kwargs.pop("weight_shapes", None)
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         return to_dspark_dict(config_dict, shapes), kwargs
+
+
+def _refuse(faults: Iterator[str]) -> None:
+    for fault in faults:
+        raise ValueError(f"DSparkConfig: {fault}")
+
+
+def _is_of_type(value: Any, kind: Any) -> bool:
+    """Whether a value is what a field's annotation says. Whole numbers are numbers, booleans are none."""
+    if isinstance(kind, UnionType):
+        return any(_is_of_type(value, part) for part in get_args(kind))
+    if get_origin(kind) is list:
+        return isinstance(value, list | tuple) and all(_is_of_type(item, get_args(kind)[0]) for item in value)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 __all__ = ["DSparkConfig"]

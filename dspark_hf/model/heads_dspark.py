@@ -1,7 +1,5 @@
 """The sequential heads and the confidence head (paper §3.1, eqs. 4 to 7).
 
-Owns: what the tokens already drafted add to the base logits, and the probability that the next one survives.
-Does not own: base logits, drawing tokens, stopping.
 Axes: B sequences (or blocks), γ drafted positions, r rank, d hidden size, V_d draft vocabulary.
 This file travels with a checkpoint (`auto_map`), so it imports nothing else of the package.
 """
@@ -15,7 +13,7 @@ from torch import nn
 class MarkovHead(nn.Module):
     """Vanilla Markov head: bias = W_2 W_1[x_{k-1}] (eq. 5). `markov_w1` is indexed by target ids, `markov_w2` by draft ids."""
 
-    def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
+    def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int, hidden_size: int) -> None:
         super().__init__()
         self.rank = rank
         self.markov_w1 = nn.Embedding(vocab_size, rank)
@@ -49,7 +47,7 @@ class GatedMarkovHead(MarkovHead):
     """The embedding is scaled by a sigmoid gate of [h_k ; W_1[x_{k-1}]]."""
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int, hidden_size: int) -> None:
-        super().__init__(vocab_size, draft_vocab_size, rank)
+        super().__init__(vocab_size, draft_vocab_size, rank, hidden_size)
         self.gate_proj = nn.Linear(hidden_size + rank, rank)
 
     def step(self, previous_embedding, hidden, state):
@@ -61,7 +59,7 @@ class RNNHead(MarkovHead):
     """A recurrent state over the drafted tokens (eq. 6); inputs [s ; W_1[x_{k-1}] ; h], outputs gate, candidate, output."""
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int, hidden_size: int) -> None:
-        super().__init__(vocab_size, draft_vocab_size, rank)
+        super().__init__(vocab_size, draft_vocab_size, rank, hidden_size)
         self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
     def step(self, previous_embedding, hidden, state):
@@ -81,16 +79,12 @@ class RNNHead(MarkovHead):
         return torch.stack(latents, dim=-2)
 
 
-def make_markov_head(
-    head_type: str, vocab_size: int, draft_vocab_size: int, rank: int, hidden_size: int
-) -> MarkovHead | None:
-    """The sequential head of a config's `markov_head_type`; `None` for "none"."""
-    if head_type == "none":
-        return None
-    if head_type == "vanilla":
-        return MarkovHead(vocab_size, draft_vocab_size, rank)
-    kind = {"gated": GatedMarkovHead, "rnn": RNNHead}[head_type]
-    return kind(vocab_size, draft_vocab_size, rank, hidden_size)
+MARKOV_HEADS = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RNNHead}
+
+
+def make_markov_head(head_type: str, *sizes: int) -> MarkovHead | None:
+    """The sequential head of a config's `markov_head_type`, `None` for "none"; `sizes` as [`MarkovHead`] takes them."""
+    return None if head_type == "none" else MARKOV_HEADS[head_type](*sizes)
 
 
 class ConfidenceHead(nn.Module):

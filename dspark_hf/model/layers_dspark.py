@@ -1,7 +1,5 @@
-"""The layers of a drafter: Qwen3-form, with K/V injection (paper §3.1, eq. 3).
+"""The layers of a drafter with K/V injection (paper §3.1, eq. 3), in Qwen3's and Gemma 4's form, and what they see.
 
-Owns: norm, attention over context and block, MLP, what a layer sees. Does not own: caches, the draft loop, the layers of
-other families (`gemma4_dspark`, `eagle3_dspark`).
 Axes: B sequences, S new context tokens, C context tokens so far, Q block inputs, d hidden size.
 This file travels with a checkpoint (`auto_map`), so it imports only its neighbours `*_dspark.py`.
 """
@@ -75,25 +73,17 @@ class DSparkAttention(nn.Module):
         queries = self.q_norm(self._split(self.q_proj(hidden_states))).transpose(1, 2)
         keys, values = self._project(hidden_states)
         queries, keys = apply_rotary_pos_emb(queries, keys, *rope)
-        if isinstance(context, Cache):
-            keys, values = context.update(keys, values, self.layer_idx)
-        elif callable(context):
+        if callable(context):
             output = context(queries, keys, values, self.scaling)
-            return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
         else:
-            keys, values = (torch.cat(parts, dim=2) for parts in zip(context, (keys, values), strict=True))
-        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        output, _ = attend(
-            self,
-            queries,
-            keys,
-            values,
-            attention_mask,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-        )
+            if isinstance(context, Cache):
+                keys, values = context.update(keys, values, self.layer_idx)
+            else:
+                keys, values = (torch.cat(parts, dim=2) for parts in zip(context, (keys, values), strict=True))
+            implementation = self.config._attn_implementation
+            attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+            dropout = self.config.attention_dropout if self.training else 0.0
+            output, _ = attend(self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
 
 
@@ -110,19 +100,55 @@ class DSparkMLP(nn.Module):
 
 
 class DSparkLayer(nn.Module):
+    attention = DSparkAttention
+
     def __init__(self, config: DSparkConfig, layer_idx: int) -> None:
         super().__init__()
         self.layer_type = config.layer_types[layer_idx]
-        self.self_attn = DSparkAttention(config, layer_idx)
+        self.self_attn = self.attention(config, layer_idx)
         self.mlp = DSparkMLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, hidden_states, rope, context, attention_mask):
-        hidden_states = hidden_states + self.self_attn(
-            self.input_layernorm(hidden_states), rope, context, attention_mask
-        )
+        attended = self.self_attn(self.input_layernorm(hidden_states), rope, context, attention_mask)
+        hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class Gemma4Attention(DSparkAttention):
+    """No scaling (the norms of queries and keys take its place), values normed without a weight."""
+
+    def __init__(self, config: DSparkConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.scaling = 1.0
+        self.eps = config.rms_norm_eps
+        if config.attention_k_eq_v:
+            self.v_proj = None
+
+    def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        projected = self._split(self.k_proj(hidden_states))
+        values = projected if self.v_proj is None else self._split(self.v_proj(hidden_states))
+        values = F.rms_norm(values, (self.head_dim,), eps=self.eps)
+        return self.k_norm(projected).transpose(1, 2), values.transpose(1, 2)
+
+
+class Gemma4Layer(DSparkLayer):
+    """Norms before and after attention and MLP; the sum times a scalar that is not trained."""
+
+    attention = Gemma4Attention
+
+    def __init__(self, config: DSparkConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.register_buffer("layer_scalar", torch.ones(1))
+
+    def forward(self, hidden_states, rope, context, attention_mask):
+        attended = self.self_attn(self.input_layernorm(hidden_states), rope, context, attention_mask)
+        hidden_states = hidden_states + self.post_attention_layernorm(attended)
+        fed = self.mlp(self.pre_feedforward_layernorm(hidden_states))
+        return (hidden_states + self.post_feedforward_layernorm(fed)) * self.layer_scalar
 
 
 def sees_everything(config: DSparkConfig, layer_type: str) -> bool:
@@ -143,19 +169,19 @@ def block_mask(
     block. Counted from the query (z-lab): every key within the window of its query. Sliding layers are causal inside the
     block unless `sliding_window_non_causal`, full ones only with `full_attention_causal`.
     """
-    queries = block_positions[:, :, None]
+    queries, contexts = block_positions[:, :, None], context_positions[:, None, :]  # [B, Q, 1], [B, 1, C]
     ahead = block_positions[:, None, :] - queries
+    is_causal = not config.sliding_window_non_causal
     if layer_type == "full_attention":
-        sees_context = queries.new_ones(()).bool().expand(*queries.shape[:2], context_positions.shape[1])
-        causal = config.full_attention_causal
+        sees_context = torch.ones_like(queries - contexts, dtype=torch.bool)
+        is_causal = config.full_attention_causal
     elif config.sliding_window_origin == "anchor":
-        sees_context = context_positions[:, None, :] >= anchor_positions[:, :, None] - config.sliding_window
-        sees_context = sees_context.expand(-1, queries.shape[1], -1)
-        causal = not config.sliding_window_non_causal
+        sees_context = (contexts >= anchor_positions[:, :, None] - config.sliding_window).expand(
+            -1, queries.shape[1], -1
+        )
     else:
-        sees_context = queries - context_positions[:, None, :] < config.sliding_window
-        causal = not config.sliding_window_non_causal
-    sees_block = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+        sees_context = queries - contexts < config.sliding_window
+    sees_block = ahead <= 0 if is_causal else torch.ones_like(ahead, dtype=torch.bool)
     if layer_type == "sliding_attention" and config.sliding_window_origin == "query":
         sees_block = sees_block & (ahead.abs() < config.sliding_window)
     return torch.cat([sees_context, sees_block], dim=-1)

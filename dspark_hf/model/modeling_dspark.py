@@ -22,9 +22,8 @@ from transformers.utils import ModelOutput, logging
 
 from .configuration_dspark import DSparkConfig
 from .eagle3_dspark import Eagle3Layer, cached_slots
-from .gemma4_dspark import Gemma4Layer
 from .heads_dspark import ConfidenceHead, make_markov_head
-from .layers_dspark import DSparkLayer, RMSNorm, block_mask, sees_everything
+from .layers_dspark import DSparkLayer, Gemma4Layer, RMSNorm, block_mask, sees_everything
 from .pretrained_dspark import DSparkPreTrainedModel
 from .sampler_dspark import (
     LARGE_VOCABULARY,

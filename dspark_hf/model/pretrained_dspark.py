@@ -1,7 +1,6 @@
 """Drafters in files: what `from_pretrained` and `save_pretrained` add to transformers'.
 
-Owns: looking at a checkpoint's weights before its config is settled, errors for what is missing, damaged or of another
-architecture. Does not own: what configs mean (`packagings_dspark`), the model (`modeling_dspark`).
+A checkpoint's weights are looked at before its config is settled; what is missing, damaged or of another form is refused.
 This file travels with a checkpoint (`auto_map`), so it imports only its neighbours `*_dspark.py`.
 """
 
@@ -46,22 +45,20 @@ def weight_files(name_or_path: Any, **hub: Any) -> list[str]:
     except OSError as error:
         if isinstance(error.__cause__, LocalEntryNotFoundError):
             raise
-        raise OSError(_no_safetensors(name_or_path, hub)) from None
-    return get_checkpoint_shard_files(name_or_path, index, **hub)[0]
-
-
-def _no_safetensors(name_or_path: Any, hub: dict[str, Any]) -> str:
-    """What is wrong with a checkpoint that has no weights in safetensors."""
+    else:
+        return get_checkpoint_shard_files(name_or_path, index, **hub)[0]
     options = {key: hub[key] for key in ("revision", "token", "local_files_only", "cache_dir") if key in hub}
     for pickle in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
         if has_file(name_or_path, os.path.join(hub.get("subfolder", ""), pickle), **options):
-            return (
+            raise OSError(
                 f"{name_or_path} holds its weights as a pickle ({pickle}), which is not read because reading one can run code: "
                 f"if you trust it, write them as {SAFE_WEIGHTS_NAME} yourself, e.g. safetensors.torch.save_file(torch.load("
                 f"'{WEIGHTS_NAME}', weights_only=True), '{SAFE_WEIGHTS_NAME}', metadata={{'format': 'pt'}}), or ask for a "
                 "checkpoint in safetensors."
             )
-    return f"{name_or_path} holds no weights: neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME} is there."
+    raise OSError(
+        f"{name_or_path} holds no weights: neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME} is there."
+    )
 
 
 def weight_shapes(files: Sequence[str]) -> dict[str, tuple[int, ...]]:
@@ -153,9 +150,9 @@ class DSparkPreTrainedModel(PreTrainedModel):
     def _check_weights(self, name: Any, info: dict[str, Any], files: Sequence[str]) -> None:
         """Leave embedding and LM head to the target where they are missing; refuse where anything else is, or is too much."""
         missing = set(info["missing_keys"])
-        for key, part in (("embed_tokens.weight", "embed_tokens"), ("lm_head.weight", "lm_head")):
-            if key in missing:
-                missing.discard(key)
+        for part in ("embed_tokens", "lm_head"):
+            if f"{part}.weight" in missing:
+                missing.discard(f"{part}.weight")
                 setattr(self, part, None)
         if info["mismatched_keys"]:
             key, stored, wanted = min(info["mismatched_keys"])
@@ -179,14 +176,12 @@ class DSparkPreTrainedModel(PreTrainedModel):
                     raise ValueError(
                         f"{name} says that its draft vocabulary is the target's whole one, but its d2t maps tokens to others."
                     )
-
-        if self.d2t is not None:
-            ids = self.draft_token_ids()
-            if bool((ids < 0).any() or (ids >= self.config.vocab_size).any()) or len(ids.unique()) < len(ids):
-                raise ValueError(
-                    f"{name} has a d2t that names tokens twice or outside the vocabulary of {self.config.vocab_size}. Its "
-                    "values are offsets: target id = draft id + d2t[draft id]."
-                )
+        ids = None if self.d2t is None else self.draft_token_ids().tolist()
+        if ids is not None and (min(ids) < 0 or max(ids) >= self.config.vocab_size or len(set(ids)) < len(ids)):
+            raise ValueError(
+                f"{name} has a d2t that names tokens twice or outside the vocabulary of {self.config.vocab_size}. Its "
+                "values are offsets: target id = draft id + d2t[draft id]."
+            )
 
     def save_pretrained(self, save_directory, *args: Any, **kwargs: Any) -> None:
         """As in transformers, and the generation config (`num_assistant_tokens`, `assistant_confidence_threshold`) too."""
