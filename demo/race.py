@@ -36,9 +36,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from dspark_hf.evaluation.completion import DecodingOptions, check_length, timed_generate
-from dspark_hf.evaluation.policy_names import using_policy
-from dspark_hf.evaluation.speed import MethodRun, compare
+from dspark_hf.evaluation.bench import MethodRun, compare_answers
+from dspark_hf.evaluation.completion import DecodingOptions, check_length, timed_generate, using_policy
 from dspark_hf.loading.chat_template import encode_messages
 from dspark_hf.loading.pairs import Target
 from dspark_hf.model.modeling_dspark import DSparkDraftModel
@@ -258,7 +257,7 @@ class RaceTrack:
         if sampled:
             return Verdict(None, both, stopped)
         run = MethodRun(len(dspark), 0.0)
-        compare(self.target.model, prompt, plain, dspark, run)
+        compare_answers(self.target.model, prompt, plain, dspark, run)
         if run.identical:
             return Verdict(True, both, stopped)
         at = run.first_difference

@@ -66,11 +66,17 @@ def test_race(pair, monkeypatch, capsys):
     assert "the same tokens" in out
 
 
+THREE = [{"domain": d, "prompt": f"w5 w{6 + i}"} for i, d in enumerate(["math", "code", "chat"])]
+
+
+def write_prompts(path, lines):
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
 @pytest.mark.parametrize("flags", [[], ["--stock-layers", "--temperature", 1]], ids=["greedy", "stock-sampled"])
 def test_bench(flags, pair, monkeypatch, capsys, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    lines = [{"domain": d, "prompt": f"w5 w{6 + i}"} for i, d in enumerate(["math", "code", "chat"])]
-    prompts.write_text("\n".join(map(json.dumps, lines)))
+    prompts = write_prompts(tmp_path / "prompts.jsonl", THREE)
     arguments = ["bench", "--prompts", prompts, "--max-new-tokens", 8, "--json", tmp_path / "b.json", *names(pair)]
     arguments += ["--policies", "fixed:1,throughput", *flags]
     code, out, _ = run(monkeypatch, capsys, *arguments)
@@ -88,15 +94,9 @@ def test_bench(flags, pair, monkeypatch, capsys, tmp_path):
         assert domain["dspark"]["speedup"] > 0
 
 
-def write_prompts(path, lines):
-    path.write_text("\n".join(map(json.dumps, lines)))
-    return path
-
-
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_bench_of_many_requests(temperature, pair, monkeypatch, capsys, tmp_path):
-    lines = [{"domain": d, "prompt": f"w5 w{6 + i}"} for i, d in enumerate(["math", "code", "chat"])]
-    prompts = write_prompts(tmp_path / "prompts.jsonl", lines)
+    prompts = write_prompts(tmp_path / "prompts.jsonl", THREE)
     arguments = ["bench", "--prompts", prompts, "--max-new-tokens", 8, "--json", tmp_path / "c.json", *names(pair)]
     arguments += ["--concurrency", "1,2", "--sweeps", 1, "--temperature", temperature, "--plots", tmp_path / "figures"]
     code, out, _ = run(monkeypatch, capsys, *arguments)

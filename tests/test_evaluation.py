@@ -13,12 +13,13 @@ from conftest import make_drafter, make_target, make_tokenizer
 from test_cli import names, pair, run  # noqa: F401
 
 from dspark_hf import DSparkDraftModel
-from dspark_hf.evaluation import acceptance, prompt_sets
-from dspark_hf.evaluation.acceptance import Rounds, Sample, acceptance_figures, collect, full_rounds, threshold_sweep
+from dspark_hf.evaluation import prompt_sets, rounds
 from dspark_hf.evaluation.calibrate import _every_second
-from dspark_hf.evaluation.completion import DecodingOptions
-from dspark_hf.evaluation.policy_names import check_policy, make_policy, using_policy
+from dspark_hf.evaluation.completion import check_policy, make_policy, using_policy
+from dspark_hf.evaluation.figures import Rounds, acceptance_figures, full_rounds, threshold_sweep
 from dspark_hf.evaluation.prompt_sets import PUBLIC_SETS, load_conversations
+from dspark_hf.evaluation.questions import DecodingOptions
+from dspark_hf.evaluation.rounds import Sample, collect
 from dspark_hf.loading.pairs import Target
 
 
@@ -61,12 +62,11 @@ def test_threshold_sweep_by_hand(tiny):
     _, drafter = tiny
     logits = np.log(np.array([[0.9, 0.5, 0.9, 0.9], [0.3, 0.9, 0.9, 0.9]]) / np.array([[0.1, 0.5, 0.1, 0.1]] * 2))
     logits[1] = np.log(np.array([0.3, 0.9, 0.9, 0.9]) / np.array([0.7, 0.1, 0.1, 0.1]))
-    sweep = {p["threshold"]: p for p in threshold_sweep(Rounds(logits, np.array([2, 0])), drafter)}
+    sweep = {p["threshold"]: p for p in threshold_sweep(Rounds(logits, np.array([2, 0])), drafter.config)}
     assert sweep[0.0]["verified_per_round"] == 4.0
     assert sweep[0.0]["acceptance_rate"] == 2 / 8
-    assert (
-        sweep[0.6]["verified_per_round"] == 0.5
-    )  # the first block is cut before its second token, the other before its first
+    # The first block is cut before its second token, the other before its first.
+    assert sweep[0.6]["verified_per_round"] == 0.5
     assert sweep[0.6]["acceptance_rate"] == 1.0
     assert sweep[0.95]["accept_length"] == 1.0
 
@@ -78,7 +78,7 @@ def test_collect_goes_on_where_it_stopped(tiny, tmp_path, monkeypatch):
     whole = collect(target, drafter, conversations, options)
     assert [(s.index, s.turn) for s in whole[:3]] == [(0, 0), (1, 0), (1, 1)]
     file, calls = tmp_path / "rounds.jsonl", []
-    real = acceptance.timed_generate
+    real = rounds.timed_generate
 
     def interrupted(*args, **kwargs):
         calls.append(args)
@@ -86,7 +86,7 @@ def test_collect_goes_on_where_it_stopped(tiny, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(acceptance, "timed_generate", interrupted)
+    monkeypatch.setattr(rounds, "timed_generate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         collect(target, drafter, conversations, options, file=file)
     file.write_text(file.read_text() + '{"index": 3, "tu')  # the process was killed while it wrote
@@ -106,30 +106,22 @@ def test_collect_goes_on_where_it_stopped(tiny, tmp_path, monkeypatch):
 def test_a_failing_sample_is_counted(tiny, tmp_path, monkeypatch):
     target, drafter = tiny
     conversations = load_conversations(write_prompts(tmp_path))
-    real = acceptance.timed_generate
+    real = rounds.timed_generate
 
     def failing(model, ids, *args, **kwargs):
         if 8 in ids:
             raise RuntimeError("out of memory")
         return real(model, ids, *args, **kwargs)
 
-    monkeypatch.setattr(acceptance, "timed_generate", failing)
+    monkeypatch.setattr(rounds, "timed_generate", failing)
     file = tmp_path / "rounds.jsonl"
     samples = collect(target, drafter, conversations, DecodingOptions(8), file=file)
     figures = acceptance_figures(samples, 4)
     assert figures["failed"] == 1
     assert "out of memory" in next(s.error for s in samples if s.error)
-    monkeypatch.setattr(acceptance, "timed_generate", real)
+    monkeypatch.setattr(rounds, "timed_generate", real)
     samples = collect(target, drafter, conversations, DecodingOptions(8), file=file)  # tried again
     assert acceptance_figures(samples, 4)["failed"] == 0
-
-
-def test_settings_of_the_drafter_are_left_as_they_were(tiny):
-    target, drafter = tiny
-    before = drafter.generation_config.num_assistant_tokens
-    with using_policy("fixed:2", target.model, drafter):
-        assert drafter.admission.length == drafter.generation_config.num_assistant_tokens == 2
-    assert (drafter.admission, drafter.generation_config.num_assistant_tokens) == (None, before)
 
 
 def test_both_halves_of_a_calibration_have_every_source():
@@ -146,8 +138,12 @@ def test_both_halves_of_a_calibration_have_every_source():
 @pytest.mark.parametrize("name", ["full", "fixed:3", "threshold:0.4", "throughput", "lagged", "lookahead"])
 def test_policies_by_name(name, tiny):
     target, drafter = tiny
-    check_policy(name)
+    before = drafter.generation_config.num_assistant_tokens
     assert make_policy(name, target.model, drafter).admit(1, [0.99]) in (True, False)
+    with using_policy(name, target.model, drafter):
+        assert drafter.admission is not None
+        assert drafter.generation_config.num_assistant_tokens == (3 if name == "fixed:3" else 4)
+    assert (drafter.admission, drafter.generation_config.num_assistant_tokens) == (None, before)
 
 
 @pytest.mark.parametrize("name", ["fixed", "fixed:x", "threshold:2", "nonsense", "fixed:-1"])
@@ -218,19 +214,22 @@ def test_eval_command(pair, monkeypatch, capsys, tmp_path):  # noqa: F811
     code, out, err = run(monkeypatch, capsys, *arguments, *names(pair))
     assert code == 0, err
     assert "math/s0" in out
+    assert "±" in out
     figures = json.loads((report / "eval.json").read_text())
     assert set(figures["groups"]) == {"math", "chat", "math/s0", "math/s2", "chat/s1", "chat/s3", "all"}
     assert figures["groups"]["chat"]["samples"] == 8  # two turns each
     assert len(figures["threshold_sweep"]["all"]) == 20
-    page = (report / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 3
-    assert '<img src="http' not in page
+    assert "| math/s0 | 2 |" in (report / "table.md").read_text()
     for name in ("acceptance", "reliability", "thresholds"):
         assert (report / f"{name}.png").exists()
     arguments = ["eval", "--prompts", prompts, "--max-new-tokens", 12, "--policy", "lookahead", "--json"]
     code, out, err = run(monkeypatch, capsys, *arguments, *names(pair))
     assert code == 0, err
-    assert json.loads(out)["groups"]["all"]["tokens"] > 0
+    groups = json.loads(out)["groups"]
+    assert groups["all"]["tokens"] > 0
+    for figures in groups.values():
+        low, high = figures["accept_length_interval"]
+        assert low <= figures["accept_length"] <= high
 
 
 def test_profile_command(pair, monkeypatch, capsys, tmp_path):  # noqa: F811
@@ -253,13 +252,25 @@ def bad_inputs():
         "depths": (["profile", "--depths", "a,b"], "--depths takes numbers"),
         "too wide": (["profile", "--max-rows", 9000], "context of 256"),
         "temperature": (["calibrate", "--temperature", -1], "at least 0"),
+        "temperature twice": (["eval", "--temperature", "0,0"], "each once"),
+        "no temperature": (["eval", "--temperature", ","], "one number or more"),
+        "not a temperature": (["eval", "--temperature", "warm"], "takes numbers"),
+        "no number": (["eval", "--temperature", "nan"], "finite"),
+        "below zero": (["eval", "--temperature", "0,-1"], "at least 0"),
+        "sweep of several": (["eval", "--temperature", "0,1", "--threshold-sweep"], "one drafter at one temperature"),
+        "a window of nothing": (["eval", "--context-window", "0"], "numbers from 1, and none"),
+        "a window twice": (["eval", "--context-window", "none,none"], "each once"),
+        "not a window": (["eval", "--context-window", "wide"], "takes numbers"),
+        "two of one name": (["eval", "--drafter", "a/x", "--drafter", "b/x"], "Two drafters"),
+        "a name of other characters": (["eval", "--drafter", "[x]=a"], "name=path"),
     }
 
 
 @pytest.mark.parametrize("case", bad_inputs())
 def test_bad_input(case, pair, monkeypatch, capsys):  # noqa: F811
     arguments, message = bad_inputs()[case]
-    code, out, err = run(monkeypatch, capsys, *arguments, *names(pair))
+    given = ["--target", pair / "target"] if "--drafter" in arguments else names(pair)
+    code, out, err = run(monkeypatch, capsys, *arguments, *given)
     assert code == 2
     assert message in err
     assert "Traceback" not in err + out

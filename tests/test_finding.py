@@ -259,7 +259,7 @@ def test_auto_is_the_known_drafter(command, flag, known, monkeypatch, capsys, tm
     if command == "calibrate":  # into the found drafter's own folder
         assert "confidence_temperatures" in (known / "drafter" / "config.json").read_text()
     if command == "eval":
-        assert str(known / "drafter") in (tmp_path / "report" / "report.html").read_text()
+        assert str(known / "drafter") in (tmp_path / "report" / "eval.json").read_text()
 
 
 @pytest.mark.parametrize("command", ["generate", "batch", "race", "bench", "profile", "calibrate", "eval", "serve"])

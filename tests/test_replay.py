@@ -12,11 +12,10 @@ from test_losslessness import enumerate_draws
 from dspark_hf import ConfidenceThreshold, FixedLength
 from dspark_hf.decoding import sampling
 from dspark_hf.evaluation import replay as replay_module
-from dspark_hf.evaluation.acceptance import collect
-from dspark_hf.evaluation.completion import DecodingOptions
 from dspark_hf.evaluation.prompt_sets import Conversation
+from dspark_hf.evaluation.questions import DecodingOptions
 from dspark_hf.evaluation.replay import decode_texts, read_text, replay, replay_all
-from dspark_hf.evaluation.samples import AnsweredTurn
+from dspark_hf.evaluation.rounds import AnsweredTurn, collect
 from dspark_hf.loading.pairs import Target
 
 
@@ -34,19 +33,9 @@ def make_pairs(**target_settings) -> tuple[Target, dict]:
 
 
 def conversations(count=3):
-    return [
-        Conversation(
-            ["math", "chat"][i % 2],
-            f"s{i % 3}",
-            [{"role": "user", "content": f"w5 w{6 + i}"}],
-            ("w7", "w8 w9") if i % 3 == 1 else (),
-        )
-        for i in range(count)
-    ]
-
-
-def no_files(drafters):
-    return dict.fromkeys(drafters)
+    later = {1: ("w7", "w8 w9")}
+    asked = [[{"role": "user", "content": f"w5 w{6 + i}"}] for i in range(count)]
+    return [Conversation(["math", "chat"][i % 2], f"s{i % 3}", asked[i], later.get(i % 3, ())) for i in range(count)]
 
 
 @pytest.mark.parametrize("policy", ["full", "fixed:2", "threshold:0.5"])
@@ -58,19 +47,15 @@ def test_greedy_rounds_are_those_of_real_decoding(policy, end):
     target.model.generation_config.eos_token_id = end
     options = DecodingOptions(15)
     texts = decode_texts(target, conversations(), options)
-    found = replay_all(target, drafters, conversations(), texts, options, policy, no_files(drafters))
+    found = replay_all(target, drafters, conversations(), texts, options, policy, dict.fromkeys(drafters))
     lengths = {len(turn.answer_ids) for turns in texts.values() for turn in turns}
     assert lengths == {15} if end is None else min(lengths) < 15
-    for name, drafter in drafters.items():
+    for label, drafter in drafters.items():
         real = collect(target, drafter, conversations(), options, policy)
-        for ours, theirs in zip(found[name], real, strict=True):
-            assert (ours.index, ours.turn, ours.domain, ours.source) == (
-                theirs.index,
-                theirs.turn,
-                theirs.domain,
-                theirs.source,
-            )
-            assert (ours.error, ours.tokens, ours.rounds) == (None, theirs.tokens, theirs.rounds), name
+        for ours, theirs in zip(found[label], real, strict=True):
+            for name in ("index", "turn", "domain", "source", "error", "tokens", "rounds"):
+                assert getattr(ours, name) == getattr(theirs, name), (label, name)
+            assert ours.error is None
             assert [len(x) for x in ours.logits] == [len(x) for x in theirs.logits]
             for x, y in zip(ours.logits, theirs.logits):
                 assert x == pytest.approx(y, abs=2e-4)
@@ -111,15 +96,8 @@ def test_sampled_rounds_have_the_distribution_of_real_decoding(policy, arguments
     model.generation_config.eos_token_id = end
     for name in set(arguments) - {"temperature", "top_p"}:
         setattr(model.generation_config, name, arguments[name])
-    drafter = make_drafter(
-        model,
-        seed=6,
-        block_size=3,
-        target_layer_ids=[0, 1],
-        num_hidden_layers=1,
-        draft_vocab_size=2 if reduced else None,
-        bind=False,
-    )
+    form = {"block_size": 3, "target_layer_ids": [0, 1], "num_hidden_layers": 1}
+    drafter = make_drafter(model, seed=6, draft_vocab_size=2 if reduced else None, bind=False, **form)
     if reduced:
         drafter.set_draft_vocabulary(torch.tensor([0, end]))
     drafter.admission, drafter.skinny_linear, drafter.top_candidates = policy, False, top
@@ -128,8 +106,8 @@ def test_sampled_rounds_have_the_distribution_of_real_decoding(policy, arguments
     enumerator = enumerate_draws(monkeypatch)
 
     def decode():
-        settings = {"max_new_tokens": horizon} | replay_module.sampling_settings(options)
-        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **settings)[0, 4:]
+        settings = {"attention_mask": torch.ones_like(ids), **options.arguments}
+        tokens = model.generate(ids, assistant_model=drafter, **settings)[0, 4:]
         rounds = drafter.last_generation.history
         logits = tuple(tuple(round(x, 4) for x in r.confidence_logits[0].tolist()) if r.drafted else () for r in rounds)
         return tuple(tokens.tolist()), tuple((r.drafted, r.accepted) for r in rounds), logits
@@ -155,7 +133,7 @@ def test_a_run_that_was_interrupted_goes_on(tmp_path, monkeypatch):
     target, drafters = make_pairs(seed=1)
     options, talks = DecodingOptions(9, 1.0), conversations(5)
     texts = decode_texts(target, talks, options)
-    whole = replay_all(target, drafters, talks, texts, options, "full", no_files(drafters))
+    whole = replay_all(target, drafters, talks, texts, options, "full", dict.fromkeys(drafters))
     texts_file, files = tmp_path / "texts.jsonl", {name: tmp_path / f"{name}.jsonl" for name in drafters}
 
     real_step = replay_module.BatchEngine.step
@@ -184,9 +162,8 @@ def test_a_run_that_was_interrupted_goes_on(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         replay_all(target, drafters, talks, texts, options, "full", files)
     resumed = replay_all(target, drafters, talks, texts, options, "full", files)
-    assert {n: [s.rounds for s in samples] for n, samples in resumed.items()} == {
-        n: [s.rounds for s in samples] for n, samples in whole.items()
-    }
+    for name, samples in whole.items():
+        assert [s.rounds for s in resumed[name]] == [s.rounds for s in samples]
     before = len(calls)
     replay_all(target, drafters, talks, texts, options, "full", files)
     assert len(calls) == before
@@ -209,7 +186,7 @@ def test_what_fails_is_kept_with_its_error(monkeypatch):
         return real_replay(target, drafter, *args)
 
     monkeypatch.setattr(replay_module, "replay", failing)
-    found = replay_all(target, drafters, talks, texts, options, "full", no_files(drafters))
+    found = replay_all(target, drafters, talks, texts, options, "full", dict.fromkeys(drafters))
     assert [s.index for s in found["vanilla"] if s.error] == [1]
     assert "context of 256" in next(s.error for s in found["vanilla"] if s.error)
     assert [(s.index, s.turn) for s in found["rnn"] if s.error] == [(0, 0), (1, 0), (2, 0)]
@@ -219,7 +196,7 @@ def test_what_fails_is_kept_with_its_error(monkeypatch):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(replay_module, "read_text", unreadable)
-    found = replay_all(target, drafters, talks, texts, options, "full", no_files(drafters))
+    found = replay_all(target, drafters, talks, texts, options, "full", dict.fromkeys(drafters))
     assert all(s.error for samples in found.values() for s in samples)
     assert not any(turn.error for turn in texts[0])
 
@@ -242,7 +219,7 @@ def test_draws_of_replay_are_not_those_of_the_text(monkeypatch):
     monkeypatch.setattr(replay_module.BatchEngine, "add", add)
     texts = decode_texts(target, talks, options)
     monkeypatch.setattr(sampling, "flip", flip)
-    replay_all(target, drafters, talks, texts, options, "full", no_files(drafters))
+    replay_all(target, drafters, talks, texts, options, "full", dict.fromkeys(drafters))
     assert len(seeds["text"]) == len(seeds["replay"]) == 5
     # On a CPU only the low 32 bits of a seed count.
     assert not {seed % 2**32 for seed in seeds["text"]} & {seed % 2**32 for seed in seeds["replay"]}

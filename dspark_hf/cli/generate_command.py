@@ -79,8 +79,8 @@ def batch(
     """Answer a file of prompts together, with one verification for all of them in every step."""
     from tqdm import tqdm
 
-    from ..evaluation.answers import answer_all, read_questions
-    from ..evaluation.completion import DecodingOptions
+    from ..evaluation.completion import answer_all
+    from ..evaluation.questions import DecodingOptions, read_questions
     from ..loading.files import write_text
     from ..loading.pairs import load_pair
 

@@ -67,12 +67,10 @@ def bench(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
     """Measure plain decoding, DSpark and prompt lookup on the same prompts in one run, or many requests at once."""
-    from ..evaluation.completion import DecodingOptions
-    from ..evaluation.concurrency import run_concurrency
-    from ..evaluation.policy_names import check_policy
+    from ..evaluation.bench import run_bench, run_concurrency, step_seconds, summarise
+    from ..evaluation.completion import DecodingOptions, check_policy
     from ..evaluation.prompt_sets import first_of_each_domain, load_conversations
-    from ..evaluation.report import bench_table, concurrency_table
-    from ..evaluation.speed import run_bench, step_seconds, summarise
+    from ..evaluation.reports import bench_sheets, concurrency_sheet
     from ..loading.files import write_json
     from ..loading.pairs import load_pair
     from ..scheduling.admission import FixedLength
@@ -103,7 +101,7 @@ def bench(
     options = DecodingOptions(max_new_tokens, temperature, seed=seed)
     if levels:
         summary = run_concurrency(loaded, draft_model, chosen, options, sorted(set(levels)), names, sweeps)
-        out.print(concurrency_table(summary))
+        out.print(concurrency_sheet(summary))
         if json_file is not None:
             write_json(summary, json_file)
         if plots is not None:
@@ -114,7 +112,7 @@ def bench(
         return
     seconds = step_seconds(loaded.model, draft_model)
     summary = summarise(run_bench(loaded, draft_model, chosen, options, names)) | {"step_seconds": seconds}
-    out.print(bench_table(summary))
+    out.print(*bench_sheets(summary))
     if json_file is not None:  # after printing, so that a file that can't be written costs no figures
         write_json(summary, json_file)
 
@@ -135,7 +133,7 @@ def profile(
     import dataclasses
 
     from ..decoding.profiling import ProfilePlan, measure_step_rates
-    from ..evaluation.report import step_rate_table
+    from ..evaluation.reports import step_rate_sheet
     from ..loading.pairs import load_pair
 
     at_least(max_rows, 1, "--max-rows")
@@ -156,7 +154,7 @@ def profile(
     if json_output:
         out.print_json(data=dataclasses.asdict(rates))
         return
-    out.print(step_rate_table(rates))
+    out.print(step_rate_sheet(rates))
     out.print(place, highlight=False, soft_wrap=True)
 
 
@@ -184,7 +182,7 @@ def calibrate(
     from ..evaluation.calibrate import check_destination, run_calibration, store_calibration
     from ..evaluation.completion import DecodingOptions
     from ..evaluation.prompt_sets import load_conversations
-    from ..evaluation.report import calibration_table
+    from ..evaluation.reports import calibration_sheet
     from ..loading.pairs import choose_drafter, drafter_folder, load_pair
 
     at_least(max_new_tokens, 8, "--max-new-tokens")
@@ -208,7 +206,7 @@ def calibrate(
     if json_output:
         out.print_json(data=result.to_dict())
         return
-    out.print(calibration_table(result))
+    out.print(calibration_sheet(result))
     if result.calibration.too_few:
         positions = ", ".join(map(str, result.calibration.too_few))
         err.print(
@@ -251,7 +249,7 @@ def evaluate(
         bool, typer.Option("--threshold-sweep", help="What confidence thresholds from 0 to 0.95 would have cut.")
     ] = False,
     report: Annotated[
-        Path | None, typer.Option(help="Folder for page, figures, JSON and rounds (an interrupted run goes on).")
+        Path | None, typer.Option(help="Folder for table, figures, JSON and rounds (an interrupted run goes on).")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     device: DeviceOption = None,
@@ -260,13 +258,12 @@ def evaluate(
 ) -> None:
     """Measure acceptance by domain and source: τ, acceptance by position, wasted drafts, reliability; several drafters side by
     side."""
-    from ..evaluation.acceptance import collect
     from ..evaluation.comparison import named_drafters, with_windows
-    from ..evaluation.completion import DecodingOptions
-    from ..evaluation.policy_names import check_confidences, check_policy
+    from ..evaluation.completion import DecodingOptions, check_policy
+    from ..evaluation.figures import summarise_evaluation
     from ..evaluation.prompt_sets import load_conversations
-    from ..evaluation.report import evaluation_table
-    from ..evaluation.summary import summarise_evaluation, write_report
+    from ..evaluation.reports import evaluation_sheets, write_report
+    from ..evaluation.rounds import collect
     from ..loading.pairs import choose_drafter, load_drafter, load_target
 
     at_least(max_new_tokens, 2, "--max-new-tokens")
@@ -287,14 +284,14 @@ def evaluate(
             "--threshold-sweep is of one drafter at one temperature: give one --drafter, --temperature and --context-window."
         )
     if report is not None:
-        need_modules("matplotlib")
+        need_modules("matplotlib", "scipy")
     conversations = load_conversations(prompts, limit)
     named = {label: choose_drafter(path, target) for label, path in named.items()}
     loaded = load_target(target, device, dtype)
     models = {label: load_drafter(path, loaded.model) for label, path in named.items()}
     if windows:
         models, named = with_windows(models, named, windows)
-    check_confidences(policy, models)
+    check_policy(policy, models)
     options = [DecodingOptions(max_new_tokens, value, seed=seed) for value in temperatures]
     if several:
         facts: dict[str, Any] = {"target": target, "drafters": named, "policy": policy, "prompts": prompts or "our own"}
@@ -306,14 +303,14 @@ def evaluate(
         raise ValueError("--threshold-sweep needs a drafter with a confidence head.")
     file = None if report is None else report / "rounds.jsonl"
     samples = collect(loaded, draft_model, conversations, options[0], policy, file)
-    summary = summarise_evaluation(samples, draft_model, threshold_sweep)
+    summary = summarise_evaluation(samples, draft_model.config, threshold_sweep)
     if report is not None:
         facts = {"target": target, "drafter": named[label], "policy": policy, "temperature": temperatures[0]}
-        write_report(summary, samples, draft_model, facts, report)
+        write_report(summary, samples, draft_model.config, facts, report)
     if json_output:
         out.print_json(data=summary)
     else:
-        out.print(evaluation_table(summary))
+        out.print(*evaluation_sheets(summary))
         _say_where(report)
     failed = summary["groups"]["all"]["failed"]
     if failed:
@@ -324,8 +321,8 @@ def evaluate(
 
 def _compare(target, models, conversations, options, policy, facts, report: Path | None, json_output: bool) -> None:
     from ..evaluation.comparison import compare, run_comparison, run_folder
-    from ..evaluation.comparison_report import comparison_table, write_comparison
-    from ..evaluation.summary import summarise_evaluation, write_report
+    from ..evaluation.figures import summarise_evaluation
+    from ..evaluation.reports import comparison_sheets, write_comparison, write_report
 
     results = run_comparison(target, models, conversations, options, policy, report)
     summary = compare(results, models)
@@ -334,13 +331,13 @@ def _compare(target, models, conversations, options, policy, facts, report: Path
         for temperature, runs in results.items():
             for label, samples in runs.items():
                 of_run = {"target": target.name, "drafter": facts["drafters"][label], "policy": policy}
-                figures = summarise_evaluation(samples, models[label], sweep=False)
+                figures = summarise_evaluation(samples, models[label].config, sweep=False)
                 folder = run_folder(report, label, float(temperature))
-                write_report(figures, samples, models[label], of_run | {"temperature": temperature}, folder)
+                write_report(figures, samples, models[label].config, of_run | {"temperature": temperature}, folder)
     if json_output:
         out.print_json(data={"facts": facts} | summary)
     else:
-        out.print(comparison_table(summary))
+        out.print(*comparison_sheets(summary))
         _say_where(report)
     for temperature, compared in summary["temperatures"].items():
         if compared["left_out"]:
@@ -365,4 +362,4 @@ def _again(report: Path | None) -> str:
 
 def _say_where(report: Path | None) -> None:
     if report is not None:
-        out.print(f"Report: {report / 'report.html'}", highlight=False, soft_wrap=True)
+        out.print(f"The report is in {report}.", highlight=False, soft_wrap=True)

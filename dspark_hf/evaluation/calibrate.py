@@ -1,7 +1,6 @@
 """`dspark-hf calibrate`: collect rounds, fit on one half of the prompts, report on the other, store with the drafter.
 
-Owns: the split, the report, writing the calibrated drafter. Does not own: the fit (`scheduling.calibration`), decoding
-(`acceptance`), pictures (`plots`). Axes: N rounds, γ positions.
+Axes: N rounds, γ positions.
 """
 
 from __future__ import annotations
@@ -18,32 +17,23 @@ from ..loading.files import holds_drafter, move_files, refuse_other_models, writ
 from ..loading.pairs import Target
 from ..model.configuration_dspark import CALIBRATION_FIELDS, DSparkConfig
 from ..model.modeling_dspark import DSparkDraftModel
-from ..scheduling.calibration import Calibration, expected_calibration_error, fit_calibration, survival
-from .acceptance import Rounds, collect, full_rounds
-from .completion import DecodingOptions
+from ..scheduling.calibration import Calibration, fit_calibration, survival
+from .figures import Rounds, full_rounds
 from .prompt_sets import Conversation
-
-
-@dataclass(frozen=True)
-class PositionReport:
-    """Of a_k on the rounds that were not fitted on; `reached`: rounds whose x_<k stood. AUC is `None` for a single outcome."""
-
-    position: int
-    rounds: int
-    reached: int
-    ece_before: float
-    ece_temperatures_alone: float
-    ece_after: float
-    auc_before: float | None
-    auc_after: float | None
+from .questions import DecodingOptions
+from .rounds import collect
 
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """A fit, how it does on the other half, and that half's rounds."""
+    """A fit, how it does on the other half, and that half's rounds.
+
+    positions: of each a_k its `position` from 1, `rounds`, those that `reached` it (x_<k accepted), and ECE and AUC before and
+    after; AUC is `None` for a single outcome.
+    """
 
     calibration: Calibration
-    positions: list[PositionReport]
+    positions: list[dict[str, Any]]
     fit_rounds: int
     held_out: Rounds
     temperature: float
@@ -52,7 +42,7 @@ class CalibrationReport:
         """For JSON."""
         return {
             "calibration": asdict(self.calibration),
-            "positions": [asdict(p) for p in self.positions],
+            "positions": self.positions,
             "fit_rounds": self.fit_rounds,
             "report_rounds": len(self.held_out),
             "temperature": self.temperature,
@@ -86,7 +76,7 @@ def run_calibration(
             f"{len(fit)} rounds to fit and {len(held_out)} to report on came of {len(conversations)} prompts with "
             f"{options.max_new_tokens} new tokens: give at least two prompts that can be answered, and more tokens."
         )
-    return report_on(fit, held_out, options.temperature)
+    return _report_on(fit, held_out, options.temperature)
 
 
 def _every_second(conversations: Sequence[Conversation]) -> set[int]:
@@ -96,42 +86,39 @@ def _every_second(conversations: Sequence[Conversation]) -> set[int]:
     for index, conversation in enumerate(conversations):
         key = conversation.domain, conversation.source
         # Sources begin with either half in turn, so that sets of single prompts are halved too.
-        place = counts.setdefault(key, len(counts) % 2)
-        counts[key] = place + 1
-        if place % 2 == 0:
+        number = counts.setdefault(key, len(counts) % 2)
+        counts[key] = number + 1
+        if number % 2 == 0:
             chosen.add(index)
     return chosen
 
 
-def report_on(fit: Rounds, held_out: Rounds, temperature: float) -> CalibrationReport:
-    """Fit on the one, judge on the other."""
+def _report_on(fit: Rounds, held_out: Rounds, temperature: float) -> CalibrationReport:
     calibration = fit_calibration(fit.logits, fit.accepted)
     alone = fit_calibration(fit.logits, fit.accepted, shift=False)
     before = survival(held_out.logits)
-    scaled = survival(held_out.logits, alone.temperatures)
     after = survival(held_out.logits, calibration.temperatures, calibration.shifts)
+    columns: dict[str, list[Any]] = {
+        "ece_before": held_out.calibration_errors(before),
+        "ece_temperatures_alone": held_out.calibration_errors(survival(held_out.logits, alone.temperatures)),
+        "ece_after": held_out.calibration_errors(after),
+        "auc_before": _areas(before, held_out),
+        "auc_after": _areas(after, held_out),
+    }
     positions = []
     for k in range(before.shape[1]):
-        stood = held_out.accepted > k
-        positions.append(
-            PositionReport(
-                position=k + 1,
-                rounds=len(held_out),
-                reached=int((held_out.accepted >= k).sum()),
-                ece_before=expected_calibration_error(before[:, k], stood),
-                ece_temperatures_alone=expected_calibration_error(scaled[:, k], stood),
-                ece_after=expected_calibration_error(after[:, k], stood),
-                auc_before=_auc(before[:, k], stood),
-                auc_after=_auc(after[:, k], stood),
-            )
-        )
+        counts = {"position": k + 1, "rounds": len(held_out), "reached": int((held_out.accepted >= k).sum())}
+        positions.append(counts | {name: values[k] for name, values in columns.items()})
     return CalibrationReport(calibration, positions, len(fit), held_out, temperature)
 
 
-def _auc(predicted: np.ndarray, happened: np.ndarray) -> float | None:
+def _areas(predicted: np.ndarray, rounds: Rounds) -> list[float | None]:
+    """AUC of the survival at each position."""
     from sklearn.metrics import roc_auc_score
 
-    return None if happened.all() or not happened.any() else float(roc_auc_score(happened, predicted))
+    outcomes = [rounds.accepted > k for k in range(predicted.shape[1])]
+    mixed = [bool(0 < outcome.sum() < len(outcome)) for outcome in outcomes]
+    return [float(roc_auc_score(o, p)) if both else None for o, p, both in zip(outcomes, predicted.T, mixed)]
 
 
 def check_destination(source: str, destination: Path | None) -> Path:

@@ -1,12 +1,7 @@
-"""Several drafters, at one temperature or more, side by side on the same prompts.
-
-Owns: running them, figures side by side with intervals. Does not own: rounds (`replay`, `acceptance`), resampling (`intervals`),
-tables and pages (`comparison_report`).
-
-One drafter under several windows is several drafters with the same weights (`with_windows`).
+"""Several drafters, at one temperature or more, side by side on the same prompts; one under several windows is several drafters.
 
 Where the policy decides from the block alone and the batch engine serves the target, the target's texts are decoded once and
-every drafter is replayed against them (`replay`); otherwise every drafter decodes by itself.
+every drafter is replayed against them (`replay`); otherwise every drafter decodes by itself (`rounds`).
 """
 
 from __future__ import annotations
@@ -27,13 +22,12 @@ from ..engine.runner import check_structure, check_target
 from ..linear.linear_layers import tuned
 from ..loading.pairs import Target
 from ..model.modeling_dspark import DSparkDraftModel
-from .acceptance import MACRO, acceptance_figures, by_source, collect, groups_of
-from .completion import DecodingOptions
-from .intervals import Bootstrap, interval
-from .policy_names import reads_block_alone
+from .completion import block_policy
+from .figures import MACRO, Bootstrap, acceptance_figures, by_source, failures, groups_of, interval
 from .prompt_sets import Conversation
+from .questions import DecodingOptions
 from .replay import decode_texts, replay_all
-from .samples import Sample
+from .rounds import Sample, collect
 
 logger = logging.get_logger(__name__)
 _LABEL = re.compile(r"[\w.+()-][\w .+()-]*")
@@ -88,10 +82,10 @@ def _folder_name(label: str) -> str:
     return re.sub(r"[^\w.+-]+", "-", label).strip("-").lower()
 
 
-def is_replayed(target: PreTrainedModel, policy: str) -> bool:
+def _is_replayed(target: PreTrainedModel, policy: str) -> bool:
     """Whether rounds can be had from the target's own texts; says so where not."""
     reason = f"the policy {policy} decides from measured times or earlier rounds"
-    if reads_block_alone(policy):
+    if block_policy(policy) is not None:
         try:
             check_structure(target)
             check_target(target)
@@ -115,7 +109,7 @@ def run_comparison(
     Raises:
         ValueError: a file there was written with other settings.
     """
-    replayed = is_replayed(target.model, policy)
+    replayed = _is_replayed(target.model, policy)
     results: dict[str, dict[str, list[Sample]]] = {}
     for option in options:
         temperature = f"{option.temperature:g}"
@@ -123,19 +117,19 @@ def run_comparison(
             label: None if folder is None else run_folder(folder, label, option.temperature) / "rounds.jsonl"
             for label in drafters
         }
-        if not replayed:
+        where = f"temperature {temperature}"
+        if replayed:
+            texts_file = None if folder is None else folder / f"texts-t{temperature}.jsonl"
+            with torch.no_grad(), tuned(target.model, next(iter(drafters.values())), of_drafter=False):
+                texts = decode_texts(target, conversations, option, texts_file, f"texts, {where}")
+            results[temperature] = replay_all(
+                target, drafters, conversations, texts, option, policy, files, f"drafts, {where}"
+            )
+        else:
             results[temperature] = {
-                label: collect(
-                    target, model, conversations, option, policy, files[label], f"{label}, temperature {temperature}"
-                )
+                label: collect(target, model, conversations, option, policy, files[label], f"{label}, {where}")
                 for label, model in drafters.items()
             }
-            continue
-        texts_file = None if folder is None else folder / f"texts-t{temperature}.jsonl"
-        with torch.no_grad(), tuned(target.model, next(iter(drafters.values())), of_drafter=False):
-            texts = decode_texts(target, conversations, option, texts_file, f"texts, temperature {temperature}")
-        description = f"drafts, temperature {temperature}"
-        results[temperature] = replay_all(target, drafters, conversations, texts, option, policy, files, description)
     return results
 
 
@@ -154,53 +148,41 @@ def compare(
 def _side_by_side(runs: Mapping[str, Sequence[Sample]], lengths: Mapping[str, int]) -> dict[str, Any]:
     failed = {s.index for samples in runs.values() for s in samples if s.error is not None}
     good = {label: [s for s in samples if s.index not in failed] for label, samples in runs.items()}
-    bootstrap = Bootstrap(next(iter(good.values())))
-    grouped = {label: groups_of(samples) for label, samples in good.items()}
-    groups: dict[str, Any] = {}
-    for name, members in next(iter(grouped.values())).items():
-        figures, resampled = {}, {}
-        for label, length in lengths.items():
-            samples = grouped[label][name]
-            resampled[label] = bootstrap.accept_lengths(samples)
-            figures[label] = acceptance_figures(samples, length)
-        groups[name] = {"conversations": len({s.index for s in members})} | _compared(figures, resampled)
-    sources = {label: by_source(samples) for label, samples in good.items()}
+    first = next(iter(good.values()))
+    bootstrap, sources = Bootstrap(first), list(by_source(first))
+    figures: dict[str, dict[str, dict[str, Any]]] = {}  # by label and group
+    drawn: dict[str, dict[str, np.ndarray | None]] = {}
+    for label, samples in good.items():
+        groups = groups_of(samples)
+        figures[label] = {name: acceptance_figures(group, lengths[label]) for name, group in groups.items()}
+        drawn[label] = {name: bootstrap.accept_lengths(group) for name, group in groups.items()}
+        # The unweighted mean of the sources' τ, as the paper's macro average.
+        taus = [figures[label][name]["accept_length"] for name in sources]
+        figures[label][MACRO] = {"accept_length": float(np.mean(taus)) if taus else 1.0}
+        known = [values for name in sources if (values := drawn[label][name]) is not None]
+        drawn[label][MACRO] = np.mean(known, axis=0) if known and len(known) == len(sources) else None
+    counts = {name: len({s.index for s in group}) for name, group in groups_of(first).items()}
     return {
-        "sources": list(next(iter(sources.values()))),
-        "groups": groups | {MACRO: {"conversations": len(bootstrap)} | _macro(groups, bootstrap, sources)},
+        "sources": sources,
+        "groups": {
+            name: {"conversations": count}
+            | _compared({k: f[name] for k, f in figures.items()}, {k: d[name] for k, d in drawn.items()})
+            for name, count in (counts | {MACRO: len(bootstrap)}).items()
+        },
         "left_out": len(failed),
-        "failed": [
-            {"drafter": label, "index": s.index, "turn": s.turn, "error": s.error}
-            for label, samples in runs.items()
-            for s in samples
-            if s.error is not None
-        ],
+        "failed": [entry for label, samples in runs.items() for entry in failures(samples, drafter=label)],
     }
 
 
-def _macro(groups: dict[str, Any], bootstrap: Bootstrap, sources: dict[str, dict[str, list[Sample]]]) -> dict[str, Any]:
-    """The unweighted mean of the sources' τ, as the paper's macro average."""
-    figures, resampled = {}, {}
-    for label, of_sources in sources.items():
-        values = [groups[name]["drafters"][label]["accept_length"] for name in of_sources]
-        figures[label] = {"accept_length": float(np.mean(values)) if values else 1.0}
-        drawn = [bootstrap.accept_lengths(samples) for samples in of_sources.values()]
-        known = [lengths for lengths in drawn if lengths is not None]
-        resampled[label] = np.mean(known, axis=0) if known and len(known) == len(drawn) else None
-    return _compared(figures, resampled)
-
-
-def _compared(figures: dict[str, dict[str, Any]], resampled: dict[str, np.ndarray | None]) -> dict[str, Any]:
-    """`figures` with intervals of τ, and the first drafter's τ over each other's, resample by resample."""
+def _compared(figures: dict[str, dict[str, Any]], drawn: dict[str, np.ndarray | None]) -> dict[str, Any]:
+    """One group: figures by label with intervals of τ, and the first drafter's τ over each other's, resample by resample."""
     first, *others = figures
     ratios = {}
     for label in others:
-        ours, theirs = resampled[first], resampled[label]
+        ours, theirs = drawn[first], drawn[label]
         ratios[label] = {
             "ratio": figures[first]["accept_length"] / figures[label]["accept_length"],
             "interval": None if ours is None or theirs is None else interval(ours / theirs),
         }
-    drafters = {
-        label: values | {"accept_length_interval": interval(resampled[label])} for label, values in figures.items()
-    }
+    drafters = {label: values | {"accept_length_interval": interval(drawn[label])} for label, values in figures.items()}
     return {"drafters": drafters, "ratios": ratios}

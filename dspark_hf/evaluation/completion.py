@@ -1,21 +1,103 @@
-"""One prompt answered, with or without a drafter, and what it took.
-
-Owns: chat template, limits, one `generate()` call, the record of it. Does not own: printing, comparing.
-"""
+"""Prompts answered under a policy by name: one through `generate()`, many through the engine."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, TextStreamer
 
+from ..decoding.candidates import scheduled
+from ..decoding.profiling import step_rates_of
 from ..decoding.stats import GenerationStats, synchronize
+from ..engine.engine import BatchEngine
+from ..engine.sequence import RequestOutput
 from ..loading.chat_template import encode_messages
 from ..loading.pairs import Target
 from ..model.modeling_dspark import DSparkDraftModel
+from ..model.sampler_dspark import Admission
+from ..scheduling.admission import ConfidenceThreshold, FixedLength, LaggedScheduler, ThroughputScheduler
+from .questions import DecodingOptions, Question
+
+OWN = "own"
+POLICIES = "own, full, fixed:N, threshold:T, throughput, lagged, lookahead, no-lookup"
+_ENGINE_LINES = 1.0  # seconds between two records of the engine
+
+
+# -- policies by name ------------------------------------------------------------------------------------------------
+
+
+def check_policy(name: str, drafters: Mapping[str, DSparkDraftModel] | None = None) -> None:
+    """Refuse a name that is no policy's, or a policy that reads confidences where one of the drafters, by label, gives none."""
+    of_block = block_policy(name)
+    if of_block is None and name not in POLICIES.split(", "):
+        raise ValueError(f"There is no policy {name!r}. Allowed: {POLICIES}.")
+    if isinstance(of_block, ConfidenceThreshold) or name in ("throughput", "lagged"):
+        for label, drafter in (drafters or {}).items():
+            if drafter.confidence_head is None:
+                raise ValueError(
+                    f"The policy {name} reads confidences, and the drafter {label} has no confidence head. Take full, "
+                    "fixed:N or lookahead."
+                )
+
+
+def block_policy(name: str, length: int = 0) -> FixedLength | ConfidenceThreshold | None:
+    """The named policy if it decides from the block alone, not from measured times or earlier rounds: full (`length` tokens),
+    fixed:3 or threshold:0.4.
+
+    Raises:
+        ValueError: a number that is not allowed.
+    """
+    kind, _, number = name.partition(":")
+    try:
+        if name == "full":
+            return FixedLength(length)
+        if kind == "fixed":
+            return FixedLength(int(number))
+        return ConfidenceThreshold(float(number)) if kind == "threshold" else None
+    except ValueError as error:
+        raise ValueError(f"Policy {name!r}: {error} Write for example fixed:3 or threshold:0.4.") from None
+
+
+def make_policy(name: str, target: PreTrainedModel, drafter: DSparkDraftModel) -> Admission:
+    """The policy of a name: one of `block_policy`'s, throughput (Algorithm 1), lagged, lookahead, or no-lookup (lookahead;
+    `using_policy` turns prompt lookup off).
+
+    Raises:
+        ValueError: another name, or a number that is not allowed.
+    """
+    check_policy(name)
+    if (policy := block_policy(name, drafter.config.num_draft_tokens)) is not None:
+        return policy
+    if name in ("throughput", "lagged"):
+        scheduler = ThroughputScheduler if name == "throughput" else LaggedScheduler
+        return scheduler(step_rates_of(target, drafter))
+    return scheduled(target, drafter)
+
+
+@contextmanager
+def using_policy(name: str, target: PreTrainedModel, drafter: DSparkDraftModel, lookup: bool = True) -> Iterator[None]:
+    """Decode with the named policy inside the block ("own": as the drafter is set), without prompt lookup where `lookup` is
+    false; afterwards all is as before."""
+    config, length = drafter.generation_config, drafter.config.num_draft_tokens
+    before = drafter.admission, config.num_assistant_tokens, drafter.lookup_drafts
+    if name != OWN:
+        policy = make_policy(name, target, drafter)
+        # A fixed length's block is made no longer than it needs to be.
+        config.num_assistant_tokens = min(policy.length, length) if isinstance(policy, FixedLength) else length
+        drafter.admission = policy
+    drafter.lookup_drafts = before[2] and lookup and name != "no-lookup"
+    try:
+        yield
+    finally:
+        drafter.admission, config.num_assistant_tokens, drafter.lookup_drafts = before
+
+
+# -- one prompt ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -48,24 +130,6 @@ class Completion:
         }
 
 
-@dataclass(frozen=True)
-class DecodingOptions:
-    """`temperature` 0 is greedy; `seed` starts the draws."""
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
-        if self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"temperature must be at least 0 and top_p in (0, 1], got {self.temperature:g} and {self.top_p:g}."
-            )
-
-
 def check_length(target: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
     """Refuse a prompt that leaves no room for `max_new_tokens` in the target's context."""
     limit = target.config.get_text_config().max_position_embeddings
@@ -76,13 +140,6 @@ def check_length(target: PreTrainedModel, prompt_tokens: int, max_new_tokens: in
         )
 
 
-def sampling_settings(options: DecodingOptions) -> dict[str, Any]:
-    """As `generate()` takes them; the pure distribution but for what the options say (no default top-k)."""
-    if options.temperature == 0:
-        return {"do_sample": False}
-    return {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
-
-
 def timed_generate(
     target: PreTrainedModel, input_ids: list[int], options: DecodingOptions, **method: Any
 ) -> tuple[list[int], float]:
@@ -91,13 +148,7 @@ def timed_generate(
     torch.manual_seed(options.seed)
     synchronize(target.device)
     start = time.perf_counter()
-    output = target.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=options.max_new_tokens,
-        **sampling_settings(options),
-        **method,
-    )
+    output = target.generate(ids, attention_mask=torch.ones_like(ids), **options.arguments, **method)
     synchronize(target.device)
     return output[0, len(input_ids) :].tolist(), time.perf_counter() - start
 
@@ -118,15 +169,54 @@ def complete(
         raise ValueError("The prompt is empty. Give some text with --prompt.")
     ids = encode_messages(target.tokenizer, [{"role": "user", "content": prompt}])
     check_length(target.model, len(ids), options.max_new_tokens)
-    method: dict[str, Any] = {}
-    if drafter is not None:
-        method["assistant_model"] = drafter
+    method: dict[str, Any] = {} if drafter is None else {"assistant_model": drafter}
     if stream:
         method["streamer"] = TextStreamer(target.tokenizer, skip_prompt=True, skip_special_tokens=True)
     answer, seconds = timed_generate(target.model, ids, options, **method)
-    return Completion(
-        text=target.tokenizer.decode(answer, skip_special_tokens=True),
-        token_ids=answer,
-        seconds=seconds,
-        stats=None if drafter is None else drafter.last_generation,
-    )
+    text = target.tokenizer.decode(answer, skip_special_tokens=True)
+    return Completion(text, answer, seconds, None if drafter is None else drafter.last_generation)
+
+
+# -- many prompts ----------------------------------------------------------------------------------------------------
+
+
+def answer_all(
+    target: Target,
+    drafter: DSparkDraftModel | None,
+    questions: Sequence[Question],
+    max_sequences: int,
+    on_record: Callable[[dict[str, Any]], None],
+) -> None:
+    """Answer all questions; `on_record` gets one record for each as it is finished (`type` "request", with its `index`), and
+    about every second one of the engine (`type` "engine").
+
+    Ctrl-C ends it with records of what was not finished (`finish_reason` "interrupted") before it is raised again.
+
+    Raises:
+        ValueError: a prompt that does not fit the target's context; nothing was decoded then.
+    """
+    engine = BatchEngine(target.model, drafter, max_sequences=max_sequences)
+    for question in questions:
+        try:
+            ids = encode_messages(target.tokenizer, question.messages)
+            engine.add(ids, seed=question.options.seed, **question.options.arguments)
+        except ValueError as error:
+            raise ValueError(f"{question.where}: {error}") from None
+
+    def finished(output: RequestOutput) -> None:
+        entry = output.to_dict()
+        text = target.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        on_record({"type": "request", "index": entry.pop("id"), "text": text} | entry)
+
+    last = time.perf_counter()
+    try:
+        while engine.num_unfinished:
+            for output in engine.step():
+                finished(output)
+            if time.perf_counter() - last >= _ENGINE_LINES or not engine.num_unfinished:
+                last = time.perf_counter()
+                on_record({"type": "engine"} | engine.stats.to_dict())
+    except KeyboardInterrupt:
+        for output in engine.interrupt():
+            finished(output)
+        raise

@@ -1,13 +1,12 @@
-"""Prompt sets to measure with: JSONL files, our own, and public ones from the Hub by name.
-
-Owns: reading them into conversations with a domain and a source. Does not own: decoding.
-"""
+"""Prompt sets to measure with: JSONL files, our own, and public ones from the Hub by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -51,36 +50,40 @@ PUBLIC_SETS = {
 }
 
 
-def own_prompts() -> Path:
-    """Our own prompt set: eight prompts of each domain."""
-    return Path(str(resources.files("dspark_hf.evaluation") / "prompts" / "bench.jsonl"))
-
-
 def load_conversations(source: str | Path | None, limit: int | None = None) -> list[Conversation]:
     """Conversations of a JSONL file, of a public set by name, or (`None`) our own; the first `limit` of each source.
 
     Raises:
         OSError: no such file or set, or the Hub can't be reached. ValueError: a line without a prompt, or no prompts.
     """
-    counts: dict[tuple[str, str], int] = {}
-    chosen = []
-    for conversation in _all_conversations(source):
-        key = conversation.domain, conversation.source
-        counts[key] = counts.get(key, 0) + 1
-        if limit is None or counts[key] <= limit:
-            chosen.append(conversation)
-        elif isinstance(source, str) and source in PUBLIC_SETS:
-            break  # one source, and full
+    if isinstance(source, str) and source in PUBLIC_SETS:
+        chosen = list(islice(_public_conversations(source), limit))
+    else:
+        path = Path(str(resources.files(__package__) / "prompts" / "bench.jsonl" if source is None else source))
+        chosen = _first(_conversations_of(path), limit, lambda c: (c.domain, c.source))
     if not chosen:
         raise ValueError(f"{source}: no prompts in it.")
     return chosen
 
 
-def _all_conversations(source: str | Path | None) -> Iterator[Conversation]:
-    if isinstance(source, str) and source in PUBLIC_SETS:
-        yield from _public_conversations(source)
-        return
-    path = own_prompts() if source is None else Path(source)
+def first_of_each_domain(conversations: Sequence[Conversation], limit: int | None) -> list[Conversation]:
+    """The first `limit` conversations of each domain; all of them where that is `None`."""
+    return _first(conversations, limit, lambda c: c.domain)
+
+
+def _first(
+    conversations: Iterable[Conversation], limit: int | None, group: Callable[[Conversation], Hashable]
+) -> list[Conversation]:
+    counts: Counter[Hashable] = Counter()
+    chosen = []
+    for conversation in conversations:
+        counts[group(conversation)] += 1
+        if limit is None or counts[group(conversation)] <= limit:
+            chosen.append(conversation)
+    return chosen
+
+
+def _conversations_of(path: Path) -> Iterator[Conversation]:
     if not path.is_file():
         raise OSError(f"No such file: {path}. Give a JSONL file or one of {', '.join(PUBLIC_SETS)}.")
     for number, record in read_jsonl(path):
@@ -97,20 +100,8 @@ def _public_conversations(name: str) -> Iterator[Conversation]:
         raise OSError(f"The prompt set {name} comes from the Hub: pip install 'dspark-hf[eval]' first.") from None
     public = PUBLIC_SETS[name]
     try:
-        records = load_dataset(public.path, public.name, split=public.split, streaming=True)
-        for record in records:
+        for record in load_dataset(public.path, public.name, split=public.split, streaming=True):
             first, *later = public.turns(record)
             yield Conversation(public.domain, name, [{"role": "user", "content": first}], tuple(later))
     except (OSError, ConnectionError) as error:
         raise OSError(f"The prompt set {name} ({public.path}) can't be had from the Hub: {error}") from None
-
-
-def first_of_each_domain(conversations: Sequence[Conversation], limit: int | None) -> list[Conversation]:
-    """The first `limit` conversations of each domain; all of them where that is `None`."""
-    counts: dict[str, int] = {}
-    chosen = []
-    for conversation in conversations:
-        counts[conversation.domain] = counts.get(conversation.domain, 0) + 1
-        if limit is None or counts[conversation.domain] <= limit:
-            chosen.append(conversation)
-    return chosen

@@ -1,12 +1,10 @@
 """Rounds of several drafters on one text of the target's, without verifying them one by one.
 
-Owns: decoding the target's own texts once, replaying every drafter's rounds against them.
-Does not own: what a round is (`decoding.loop`), drafting (`decoding.candidates`), files of records (`samples`).
 Axes: P prompt tokens, n answer tokens, S = P + n - 1 tokens the target reads, K drafted tokens, V vocabulary.
 
 Speculative decoding leaves the text's distribution as it is, so the text may come first and the rounds after it, given the
-text. Greedy, a drafted token stands where it is the text's. Sampled, let q be what x_k is drawn from, p the target's
-distribution and y_k the text's token, all tokens before it standing. Real decoding has P(x_k = v, accepted) =
+text. Greedy, a drafted token is accepted where it is the text's. Sampled, let q be what x_k is drawn from, p the target's
+distribution and y_k the text's token, all tokens before it accepted. Real decoding has P(x_k = v, accepted) =
 min(p(v), q(v)) and y_k ~ p, so given y_k = v the draft is accepted, and then x_k = v, with probability min(1, q(v) / p(v)).
 Given a rejection, x_k ~ (q - p)+ normalised, independent of y_k; the rest of the block is drawn after it as ever. Drawing
 accordingly gives text, drafts and acceptances jointly the distribution that real decoding gives them (paper §2.1). A test
@@ -17,36 +15,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers.utils import logging
 
 from ..decoding import sampling
 from ..decoding.candidates import DSparkCandidateGenerator, policy_of
 from ..decoding.draft_context import DraftContext
 from ..decoding.targets import TargetTaps
 from ..engine.engine import BatchEngine
-from ..engine.sequence import Prepared, RequestOutput, prepare
+from ..engine.sequence import Prepared, prepare
 from ..linear.linear_layers import tuned
 from ..loading.chat_template import encode_messages
 from ..loading.pairs import Target
 from ..model.modeling_dspark import DSparkDraftModel
 from ..model.sampler_dspark import scores_dtype
-from .acceptance import fingerprint, turn_seed
-from .completion import DecodingOptions, check_length, sampling_settings
-from .policy_names import using_policy
+from .completion import check_length, using_policy
 from .prompt_sets import Conversation
-from .samples import AnsweredTurn, Journal, Sample, settings_of
+from .questions import DecodingOptions
+from .rounds import AnsweredTurn, Journal, Sample, fault, fingerprint, next_turn, rounded, settings_of, turn_seed
 
-logger = logging.get_logger(__name__)
-_OWN_DRAWS = (
-    1 << 31
-)  # added to a turn's seed, which drew its text: acceptance is to be independent of how that was drawn
-
-
-# -- the target's texts ----------------------------------------------------------------------------------------------
+# Added to a turn's seed, which drew its text: acceptance is to be independent of how that was drawn.
+_OWN_DRAWS = 1 << 31
 
 
 def decode_texts(
@@ -62,80 +54,49 @@ def decode_texts(
         ValueError: a target that the batch engine can't serve; `file` was written with other settings.
     """
     journal = Journal(AnsweredTurn, file, settings_of(target, conversations, options), conversations)
-    _TextDecoder(target, conversations, options, journal).run(description)
+    engine = BatchEngine(target.model)
+    messages = {i: list(c.messages) for i, c in enumerate(conversations) if i not in journal.done}
+    turns: dict[int, list[AnsweredTurn]] = {index: [] for index in messages}
+    requests: dict[int, AnsweredTurn] = {}
+    total, done = len(conversations), len(journal.done)
+    with tqdm(desc=description, unit="prompt", total=total, initial=done, disable=None) as bar:
+
+        def close(index: int) -> None:
+            journal.add(turns.pop(index))
+            bar.update()
+
+        def ask(index: int) -> None:
+            turn = AnsweredTurn(index, len(turns[index]))
+            turns[index].append(turn)
+            try:
+                turn.prompt_ids = encode_messages(target.tokenizer, messages[index])
+                check_length(target.model, len(turn.prompt_ids), options.max_new_tokens)
+                seed = turn_seed(options, index, turn.turn)
+                requests[engine.add(turn.prompt_ids, seed=seed, **options.arguments)] = turn
+            except ValueError as error:
+                turn.error = fault(turn, error)
+                close(index)
+
+        for index in messages:
+            ask(index)
+        while engine.num_unfinished:
+            for output in engine.step():
+                turn = requests.pop(output.id)
+                index, later = turn.index, conversations[turn.index].later_turns
+                if output.error is not None:
+                    turn.error = fault(turn, output.error)
+                    close(index)
+                    continue
+                turn.answer_ids = output.token_ids
+                if turn.turn == len(later):
+                    close(index)
+                else:
+                    messages[index] = next_turn(target, messages[index], turn.answer_ids, later[turn.turn])
+                    ask(index)
     texts: dict[int, list[AnsweredTurn]] = {}
     for turn in journal.records:
         texts.setdefault(turn.index, []).append(turn)
     return texts
-
-
-class _TextDecoder:
-    """Conversations in the batch engine: a later turn is added when the one before it is answered."""
-
-    def __init__(self, target, conversations, options, journal: Journal[AnsweredTurn]) -> None:
-        self.target, self.conversations, self.options, self.journal = target, conversations, options, journal
-        self.engine = BatchEngine(target.model)
-        self.messages: dict[int, list[dict[str, str]]] = {}
-        self.turns: dict[int, list[AnsweredTurn]] = {}
-        self.asked: dict[int, int] = {}  # conversation of each request
-
-    def run(self, description: str) -> None:
-        open_ones = [i for i in range(len(self.conversations)) if i not in self.journal.done]
-        total, done = len(self.conversations), len(self.journal.done)
-        with tqdm(desc=description, unit="prompt", total=total, initial=done, disable=None) as self.bar:
-            for index in open_ones:
-                self.messages[index], self.turns[index] = list(self.conversations[index].messages), []
-                self._ask(index)
-            while self.engine.num_unfinished:
-                for output in self.engine.step():
-                    self._answered(self.asked.pop(output.id), output)
-
-    def _ask(self, index: int) -> None:
-        turn = AnsweredTurn(index, len(self.turns[index]))
-        self.turns[index].append(turn)
-        try:
-            turn.prompt_ids = encode_messages(self.target.tokenizer, self.messages[index])
-            check_length(self.target.model, len(turn.prompt_ids), self.options.max_new_tokens)
-            request = self.engine.add(
-                turn.prompt_ids,
-                seed=turn_seed(self.options, index, turn.turn),
-                max_new_tokens=self.options.max_new_tokens,
-                **sampling_settings(self.options),
-            )
-            self.asked[request] = index
-        except ValueError as error:
-            turn.error = _told(turn, error)
-            self._close(index)
-
-    def _answered(self, index: int, output: RequestOutput) -> None:
-        turn, later = self.turns[index][-1], self.conversations[index].later_turns
-        if output.error is not None:
-            turn.error = _told(turn, output.error)
-            self._close(index)
-            return
-        turn.answer_ids = output.token_ids
-        if turn.turn == len(later):
-            self._close(index)
-            return
-        text = self.target.tokenizer.decode(turn.answer_ids, skip_special_tokens=True)
-        self.messages[index] += [
-            {"role": "assistant", "content": text},
-            {"role": "user", "content": later[turn.turn]},
-        ]
-        self._ask(index)
-
-    def _close(self, index: int) -> None:
-        self.journal.add(self.turns.pop(index))
-        self.bar.update()
-
-
-def _told(record: AnsweredTurn | Sample, error: Exception) -> str:
-    text = f"{type(error).__name__}: {error}"
-    logger.warning(f"Prompt {record.index + 1}, turn {record.turn + 1} failed: {text}")
-    return text
-
-
-# -- replaying -------------------------------------------------------------------------------------------------------
 
 
 def replay_all(
@@ -150,22 +111,17 @@ def replay_all(
 ) -> dict[str, list[Sample]]:
     """Rounds of every drafter, by its name, as `collect` gives them but for the seconds; resumable with `files`.
 
-    `policy` is one that decides from the block alone (`policies.reads_block_alone`).
+    `policy` is one that decides from the block alone (`completion.block_policy`).
 
     Raises:
         ValueError: a file holds rounds with other settings, or on other texts.
     """
-    journals = {
-        name: Journal(
-            Sample,
-            files[name],
-            settings_of(target, conversations, options, drafter=fingerprint(model), policy=policy, replayed=True),
-            conversations,
-        )
-        for name, model in drafters.items()
-    }
-    for name, journal in journals.items():
-        if any(r.text != texts[r.index][r.turn].digest for r in journal.records):
+    journals = {}
+    for name, model in drafters.items():
+        about = {"drafter": fingerprint(model), "policy": policy, "replayed": True}
+        settings = settings_of(target, conversations, options, **about)
+        journals[name] = Journal(Sample, files[name], settings, conversations)
+        if any(r.text != texts[r.index][r.turn].digest for r in journals[name].records):
             raise ValueError(
                 f"{files[name]} holds rounds on other texts than these. Remove it, or give another folder."
             )
@@ -173,32 +129,31 @@ def replay_all(
         missing = {name: model for name, model in drafters.items() if index not in journals[name].done}
         samples: dict[str, list[Sample]] = {name: [] for name in missing}
         for turn in texts[index] if missing else ():
-            record, fault = None, turn.error
-            if fault is None:
+            read, failure = None, turn.error
+            if failure is None:
                 try:
-                    record = read_text(target, turn, list(missing.values()), options)
+                    read = read_text(target, turn, list(missing.values()), options)
                 except (ValueError, RuntimeError) as error:
-                    fault = _told(turn, error)
+                    failure = fault(turn, error)
             for name, model in missing.items():
                 if any(s.error is not None for s in samples[name]):
                     continue  # the rest of a conversation with a failed turn is left out
-                place = (index, turn.turn, conversation.domain, conversation.source)
-                sample = Sample(*place, error=fault, text=turn.digest)
+                sample = Sample(
+                    index, turn.turn, conversation.domain, conversation.source, error=failure, text=turn.digest
+                )
                 samples[name].append(sample)
-                if record is not None:
+                if read is None:
+                    continue
+                try:
                     with using_policy(policy, target.model, model):
-                        _replay_into(sample, target, model, record, turn_seed(options, index, turn.turn))
+                        seed = turn_seed(options, index, turn.turn)
+                        sample.rounds, sample.logits = replay(target, model, read, seed)
+                    sample.tokens = read.num_answer
+                except (ValueError, RuntimeError) as error:
+                    sample.error = fault(sample, error)
         for name, new in samples.items():
             journals[name].add(new)
     return {name: journal.records for name, journal in journals.items()}
-
-
-def _replay_into(sample: Sample, target: Target, drafter: DSparkDraftModel, record: ReadText, seed: int) -> None:
-    try:
-        sample.rounds, sample.logits = replay(target, drafter, record, seed)
-        sample.tokens = record.num_answer
-    except (ValueError, RuntimeError) as error:
-        sample.error = _told(sample, error)
 
 
 @dataclass(frozen=True)
@@ -227,8 +182,7 @@ def read_text(
     """One forward of the target over prompt and answer, for all of these drafters."""
     model = target.model
     ids = torch.tensor([turn.prompt_ids + turn.answer_ids], device=model.device)
-    settings = {"max_new_tokens": options.max_new_tokens} | sampling_settings(options)
-    prepared = prepare(model, ids[:, : len(turn.prompt_ids)], None, None, None, settings)
+    prepared = prepare(model, ids[:, : len(turn.prompt_ids)], None, None, None, options.arguments)
     layer_ids = sorted({i for drafter in drafters for i in drafter.config.target_layer_ids})
     length = len(turn.answer_ids) if prepared.config.do_sample else 1
     keep = {"logits_to_keep": length} if model._supports_logits_to_keep() else {}
@@ -297,21 +251,11 @@ def replay(
             candidates.plan(text.token_ids[:, :length])
             block = candidates.draft(text.token_ids[:, :length])
             drafted = [] if block is None else block.token_ids[0].tolist()
-            accepted = _agreement(drafted, text.token_ids[0, length:].tolist())
+            pairs = zip(drafted, text.token_ids[0, length:].tolist())
+            accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             committed = min(accepted + 1, end - length)
             candidates.observe(features[:, length - 1 : length - 1 + committed])
             rounds.append((len(drafted), accepted))
-            known = None if block is None else block.confidence_logits
-            logits.append([] if known is None else [round(x, 4) for x in known[0].tolist()])
+            logits.append(rounded(None if block is None else block.confidence_logits))
             length += committed
     return rounds, logits
-
-
-def _agreement(drafted: Sequence[int], text: Sequence[int]) -> int:
-    """How many drafted tokens stand."""
-    count = 0
-    for ours, theirs in zip(drafted, text):
-        if ours != theirs:
-            break
-        count += 1
-    return count
