@@ -11,9 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dspark_hf import DSparkDraftModel
-from dspark_hf.training.anchors import draw_anchors, make_blocks, position_weights
-from dspark_hf.training.losses import LossWeights
-from dspark_hf.training.step import Batch, DraftTrainingStep
+from dspark_hf.training.step import Batch, DraftTrainingStep, LossWeights, draw_anchors, make_blocks, position_weights
 from dspark_hf.training.unroll import EAGLE3_LOSS, UnrolledTrainingStep, unroll
 
 pytestmark = needs_golden

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from dspark_hf import DSparkDraftModel, FixedLength, generate_batch
 from dspark_hf.scheduling.batch import PerRequest
-from dspark_hf.training.anchors import make_blocks
-from dspark_hf.training.step import Batch, DraftTrainingStep
+from dspark_hf.training.step import Batch, DraftTrainingStep, make_blocks
 
 pytestmark = needs_packagings
 # Whatever lies there: other seeds and combinations are picked up.
