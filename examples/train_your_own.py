@@ -14,14 +14,15 @@ from dspark_hf.evaluation.calibrate import run_calibration, store_calibration
 from dspark_hf.evaluation.completion import DecodingOptions
 from dspark_hf.evaluation.prompt_sets import load_conversations
 from dspark_hf.loading.pairs import load_target
-from dspark_hf.training.pipeline import TrainOptions, run_training
+from dspark_hf.training.pipeline import run_training
+from dspark_hf.training.recipe import TrainOptions
 
 name, prompts, output = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]).resolve()
 steps = int(sys.argv[4]) if len(sys.argv) > 4 else None
 
 target = load_target(name)
-small = {"num_layers": 1, "draft_vocab_size": None, "max_new_tokens": 16, "slots": 8} if steps else {}
-options = TrainOptions((prompts,), output, output.with_name(output.name + "-work"), steps=steps, **small)
+small = {"num_layers": 1, "draft_vocab_size": 0, "max_new_tokens": 16, "slots": 8} if steps else {}
+options = TrainOptions(output, (prompts,), steps=steps, **small)
 report = run_training(target, options)
 print(f"held-out acceptance by position: {' '.join(f'{a:.2f}' for a in report.held_out.acceptance)}")
 

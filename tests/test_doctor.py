@@ -19,7 +19,7 @@ from dspark_hf.doctor.examine import examine
 from dspark_hf.doctor.probe import Agreement, Comparison, ProbeResult, Reading, probe, probe_texts, readings
 from dspark_hf.doctor.report import FAILED, OK, SKIPPED, WARNING, Report, verdict
 from dspark_hf.loading.pairs import Target
-from dspark_hf.training.responses import Answer
+from dspark_hf.training.corpus import Answer
 
 NAMES = [
     "versions",

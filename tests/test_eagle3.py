@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from conftest import make_drafter, make_eagle3, make_target, make_tokenizer, prompt_ids
+from conftest import make_eagle3, make_target, make_tokenizer, prompt_ids
 from transformers import AutoModel
 
 from dspark_hf import BatchEngine, DSparkConfig, DSparkDraftModel, FixedLength
@@ -15,9 +15,10 @@ from dspark_hf.decoding.drafting import Drafting
 from dspark_hf.decoding.profiling import ProfilePlan, measure_step_rates
 from dspark_hf.loading.pairs import Target
 from dspark_hf.publishing.convert import to_deepspec, to_speculators
+from dspark_hf.training.corpus import Answer
 from dspark_hf.training.features import compute_features
-from dspark_hf.training.pipeline import TrainOptions, run_training
-from dspark_hf.training.responses import Answer
+from dspark_hf.training.pipeline import run_training
+from dspark_hf.training.recipe import TrainOptions
 from dspark_hf.training.step import collate
 from dspark_hf.training.unroll import UnrolledTrainingStep, unroll
 
@@ -240,13 +241,3 @@ def test_training_the_baselines(method, tmp_path):
     ids = prompt_ids()
     plain = model.generate(ids, max_new_tokens=12, do_sample=False)
     assert torch.equal(plain, model.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=drafter))
-
-
-def test_an_unknown_method(tmp_path):
-    from typer.testing import CliRunner
-
-    from dspark_hf.cli import app
-
-    result = CliRunner().invoke(app, ["train", "--output", str(tmp_path / "x"), "--method", "medusa"])
-    assert isinstance(result.exception, ValueError) and "dspark, dflash, eagle3" in str(result.exception)
-    assert make_drafter(make_target()).config.is_autoregressive is False

@@ -12,10 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dspark_hf import DSparkDraftModel, FixedLength, generate_batch
-from dspark_hf.scheduling.batch import PerRequest
-from dspark_hf.training.anchors import draw_anchors, make_blocks, position_weights
-from dspark_hf.training.losses import LossWeights
-from dspark_hf.training.step import Batch, DraftTrainingStep
+from dspark_hf.training.step import Batch, DraftTrainingStep, LossWeights, draw_anchors, make_blocks, position_weights
 from dspark_hf.training.unroll import EAGLE3_LOSS, UnrolledTrainingStep, unroll
 
 pytestmark = needs_golden
@@ -260,7 +257,7 @@ def test_batch_engine_accepts_as_much(folder, target_name, file, targets):
     for ids in prompts:
         output = target.generate(torch.tensor([ids]), assistant_model=drafter, **settings)
         alone.append((output[0, len(ids) :].tolist(), drafter.last_generation.accepted))
-    policy = PerRequest(FixedLength(drafter.config.num_draft_tokens))
+    policy = (FixedLength(drafter.config.num_draft_tokens))
     requests = [torch.tensor(ids) for ids in prompts]
     together = generate_batch(target, drafter, requests, engine={"policy": policy}, **settings)
     assert [(o.token_ids, o.stats.accepted) for o in together] == alone

@@ -1,24 +1,65 @@
-"""Training: text, features, resume, and that it learns."""
+"""Training: text, features, draft vocabulary, resume, a full disk, what is refused, and that it learns."""
 
 from __future__ import annotations
 
+import errno
 import json
+import math
+import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_drafter, make_target, make_tokenizer, prompt_ids
 from tiny_targets import make_hybrid, make_vision_target
 
+from dspark_hf import DSparkDraftModel
 from dspark_hf.loading.chat_template import messages_of
+from dspark_hf.loading.files import reserve_space
 from dspark_hf.loading.pairs import Target
-from dspark_hf.training.anchors import draw_anchors, make_blocks
-from dspark_hf.training.batched_decode import TextRequest, decode_batched, supports_slots
+from dspark_hf.training import pipeline
+from dspark_hf.training import trainer as trainer_module
+from dspark_hf.training.corpus import (
+    Answer,
+    AnswerPlan,
+    Prompt,
+    coverage_of,
+    covering_size,
+    decode_answers,
+    frequent_tokens,
+    load_prompts,
+    plan_answers,
+    read_answers,
+    write_answers,
+)
 from dspark_hf.training.features import FeatureStore, check_logits, compute_features
-from dspark_hf.training.pipeline import TrainOptions, default_target_layers, run_training
-from dspark_hf.training.prompts import load_prompts, plan_answers
-from dspark_hf.training.responses import Answer, read_answers, write_answers
-from dspark_hf.training.step import DraftTrainingStep, collate
-from dspark_hf.training.trainer import Trainer, TrainingRecipe, learning_rate_at
+from dspark_hf.training.pipeline import default_target_layers, run_training
+from dspark_hf.training.recipe import TrainOptions
+from dspark_hf.training.step import DraftTrainingStep, collate, draw_anchors, make_blocks
+from dspark_hf.training.trainer import Trainer
+
+
+def small_options(folder: Path, **settings) -> TrainOptions:
+    """A run of seconds, in `folder`."""
+    small = {
+        "num_layers": 1,
+        "block_size": 4,
+        "markov_rank": 4,
+        "target_layers": (0, 2),
+        "steps": 3,
+        "batch_size": 2,
+        "num_anchors": 4,
+        "max_new_tokens": 20,
+        "slots": 4,
+    }
+    return TrainOptions(output=folder / "drafter", work_dir=folder / "work", **small | settings)
+
+
+def write_prompts(folder: Path, count: int = 8) -> Path:
+    file = folder / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"w{6 + i} w{7 + i}"}) for i in range(count)))
+    return file
 
 
 def make_answers(target, count: int = 8, length: int = 24) -> list[Answer]:
@@ -30,23 +71,26 @@ def make_answers(target, count: int = 8, length: int = 24) -> list[Answer]:
     return answers
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_batched_decoding_is_greedy_decoding(family):
-    target = make_target(family, dtype=torch.float32)
-    requests = [TextRequest(i, prompt_ids(3 + i % 5, seed=i)[0].tolist(), 6 + i, 0.0) for i in range(9)]
-    results = list(decode_batched(target, requests, eos_token_ids={5}, pad_token_id=0, num_slots=3, max_length=40))
-    assert sorted(r.key for r in results) == list(range(9))
-    for result in results:
-        request = requests[result.key]
-        ids = torch.tensor([request.input_ids])
-        plain = target.generate(ids, max_new_tokens=request.max_new_tokens, do_sample=False, eos_token_id=5)
-        assert result.response_ids == plain[0, ids.shape[1] :].tolist()
-    assert target.config._attn_implementation != "dspark_slots"
+@pytest.mark.parametrize("family", ["llama", "gemma3", "falcon_h1"])
+def test_answers_are_what_generate_says(family):
+    """In the batch engine, and one at a time where it can't serve the target."""
+    make = make_hybrid if family == "falcon_h1" else make_target
+    target = make(family, dtype=torch.float32)
+    target.generation_config.eos_token_id = 5
+    plans = [AnswerPlan(i, Prompt("all", tuple(prompt_ids(3 + i % 5, seed=i)[0].tolist()))) for i in range(9)]
+    results = list(decode_answers(target, plans, max_new_tokens=12, num_slots=3))
+    assert sorted(plan.key for plan, _ in results) == list(range(9))
+    for plan, response_ids in results:
+        ids = torch.tensor([plan.prompt.input_ids])
+        plain = target.generate(ids, max_new_tokens=12, do_sample=False)
+        assert response_ids == plain[0, ids.shape[1] :].tolist()
 
 
-def test_sliding_targets_do_not_use_slots():
-    assert supports_slots(make_target("llama"))
-    assert not supports_slots(make_target("gemma3"))
+def test_an_answer_ends_with_the_targets_context():
+    target = make_target(dtype=torch.float32, max_position_embeddings=16)
+    plan = AnswerPlan(0, Prompt("all", tuple(prompt_ids(10)[0].tolist())), 0.8)
+    ((_, response_ids),) = decode_answers(target, [plan], max_new_tokens=50, num_slots=1)
+    assert len(response_ids) == 6
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "falcon_h1", "lfm2"])
@@ -126,24 +170,25 @@ def test_teacher_forcing_is_what_drafting_does(head, anchor_first):
     torch.testing.assert_close(confidence, block.confidence_logits)
 
 
-def test_training_learns_and_resumes_exactly(tmp_path):
+def test_training_learns_and_resumes_exactly(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_module, "_CHECKPOINT_EVERY", 8)
     target = make_target(dtype=torch.float32)
     answers = make_answers(target)
 
     def trainer(folder: str, steps: int = 16) -> Trainer:
-        drafter = make_drafter(target, seed=4)
+        drafter = make_drafter(target, seed=4, min_block_size=2)
         drafter.markov_head.markov_w2.weight.data.zero_()
-        store = FeatureStore(tmp_path / folder, answers, target, [0, 2], 10**9)
-        recipe = TrainingRecipe(
-            steps=steps, batch_size=2, num_anchors=6, learning_rate=3e-3, checkpoint_every=8, block_sizes=(2, 4)
-        )
-        return Trainer(drafter, store, recipe, tmp_path / folder, held_out=[3])
+        options = small_options(tmp_path / folder, num_anchors=6, learning_rate=3e-3)
+        store = FeatureStore(options.folder, answers, target, [0, 2], 10**9)
+        return Trainer(drafter, store, options, steps, held_out=[3])
 
     straight = trainer("straight")
     before = straight.evaluate()
     straight.run()
     after = straight.evaluate()
     assert after.accept_length > before.accept_length
+    log = [json.loads(line) for line in (tmp_path / "straight/work/training_log.jsonl").read_text().splitlines()]
+    assert [line["learning_rate"] for line in log if "learning_rate" in line] == pytest.approx([3e-3, 7.95e-4])
 
     killed = trainer("killed")
     original = killed._train_step
@@ -162,16 +207,8 @@ def test_training_learns_and_resumes_exactly(tmp_path):
     resumed.run()
     for (name, a), b in zip(straight.drafter.named_parameters(), resumed.drafter.parameters()):
         torch.testing.assert_close(a, b, msg=name, atol=0, rtol=0)
-    with pytest.raises(ValueError, match="another recipe"):
+    with pytest.raises(ValueError, match=r"other settings \(steps 16, now 20\).*--restart"):
         trainer("killed", steps=20).resume()
-
-
-def test_learning_rate():
-    recipe = TrainingRecipe(steps=100, learning_rate=1.0, warmup=0.1)
-    rates = [learning_rate_at(step, recipe) for step in range(100)]
-    assert rates[0] == pytest.approx(0.1)
-    assert max(rates) == rates[9] == 1.0
-    assert rates[-1] < 0.03
 
 
 def test_prompt_files(tmp_path):
@@ -212,7 +249,7 @@ def test_answers_file_survives_a_kill(tmp_path):
     target.generation_config.eos_token_id = 5
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": f"w{6 + i}"}) for i in range(5)))
-    plans = plan_answers(load_prompts(file, make_tokenizer()), 5, (0.0,))
+    plans = plan_answers(load_prompts(file, make_tokenizer()), 5, (0.0, 0.8))
     answers = tmp_path / "answers.jsonl"
     write_answers(target, plans, answers, max_new_tokens=10, num_slots=2)
     whole = {json.loads(line)["key"]: line for line in answers.read_text().splitlines()}
@@ -241,8 +278,8 @@ def test_going_on_with_another_drafter_is_refused(tmp_path):
         drafter = make_drafter(target, draft_vocab_size=10, target_layer_ids=list(layers), **overrides)
         drafter.set_draft_vocabulary(torch.arange(10) + first_token)
         drafter.bind_target(target)
-        store = FeatureStore(tmp_path, answers, target, layers, 1 << 20)
-        return Trainer(drafter, store, TrainingRecipe(steps=2, batch_size=2, num_anchors=2), tmp_path)
+        options = small_options(tmp_path)
+        return Trainer(drafter, FeatureStore(options.folder, answers, target, layers, 1 << 20), options, 2)
 
     trainer().save_state()
     assert trainer().resume()
@@ -258,8 +295,6 @@ def test_going_on_with_another_drafter_is_refused(tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "falcon_h1", "bamba", "lfm2", "llava"])
 def test_whole_pipeline(family, tmp_path):
-    from dspark_hf import DSparkDraftModel
-
     if family == "llama":
         model = make_target(dtype=torch.float32)
     elif family == "llava":
@@ -267,24 +302,14 @@ def test_whole_pipeline(family, tmp_path):
     else:
         model = make_hybrid(family, dtype=torch.float32)
     model.generation_config.eos_token_id = 3
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("\n".join(json.dumps({"prompt": f"w{6 + i} w{7 + i}"}) for i in range(8)))
-    options = TrainOptions(
+    prompts = write_prompts(tmp_path)
+    options = small_options(
+        tmp_path,
         prompts=(prompts,),
-        output=tmp_path / "drafter",
-        work_dir=tmp_path / "work",
         temperatures=(0.0, 0.9),
-        max_new_tokens=20,
         num_answers=16,
-        slots=4,
         draft_vocab_size=16,
-        markov_rank=4,
-        target_layers=(0, 2),
         steps=5,
-        batch_size=2,
-        num_anchors=4,
-        num_layers=1,
-        block_size=4,
         min_block_size=2,
     )
     target = Target("tiny", model, make_tokenizer())
@@ -301,22 +326,181 @@ def test_whole_pipeline(family, tmp_path):
 
 
 def test_nothing_of_the_users_is_removed_or_overwritten(tmp_path):
-    from dspark_hf.training import pipeline
-
-    work, output = tmp_path / "work", tmp_path / "output"
-    for folder in (work, output):
+    options = small_options(tmp_path, restart=True)
+    for folder in (options.folder, options.output):
         folder.mkdir()
         (folder / "mine.txt").write_text("keep")
-    (work / "answers.jsonl").write_text("old")
-    options = TrainOptions(prompts=(), output=output, work_dir=work, restart=True)
+    (options.folder / "answers.jsonl").write_text("old")
     pipeline.prepare_folders(options)
-    assert (work / "mine.txt").is_file()
-    assert not (work / "answers.jsonl").exists()
-    report = pipeline.TrainReport("output", 0, 0, 0, 0.0, 24, 1.0, pipeline.Evaluation([], 1.0))
+    assert (options.folder / "mine.txt").is_file()
+    assert not (options.folder / "answers.jsonl").exists()
+    report = pipeline.TrainReport("output", 0, 0, 0, 0.0, 24, 1.0, trainer_module.Evaluation([], 1.0))
     pipeline.save_drafter(make_drafter(make_target()), options, report)
-    assert (output / "mine.txt").is_file()
-    assert (output / "model.safetensors").is_file()
+    assert (options.output / "mine.txt").is_file()
+    assert (options.output / "model.safetensors").is_file()
     pipeline.prepare_folders(options)  # a drafter's folder may be replaced
-    make_target(dtype=torch.float32).save_pretrained(output)
+    make_target(dtype=torch.float32).save_pretrained(options.output)
     with pytest.raises(ValueError, match="another model"):
         pipeline.prepare_folders(options)
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"learning_rate": math.nan}, "--learning-rate must be above 0 and finite, got nan"),
+        ({"learning_rate": -1.0}, "--learning-rate must be above 0 and finite, got -1"),
+        ({"epochs": 0.0}, "--epochs must be above 0"),
+        ({"temperatures": (0.5, -0.1)}, "--temperatures must be at least 0 and finite, got -0.1"),
+        ({"temperatures": ()}, "--temperatures must be one or more"),
+        ({"num_answers": 0}, "--num-answers must be at least 1"),
+        ({"feature_cache_gb": math.inf}, "--feature-cache-gb must be at least 0 and finite"),
+        ({"method": "medusa"}, "--method must be one of dspark, dflash, eagle3, got 'medusa'"),
+        ({"markov_head": "lstm"}, "--markov-head must be one of none, vanilla, gated, rnn"),
+        ({"min_block_size": 5}, r"--min-block-size must be between 1 and --block-size \(4\), got 5"),
+        ({"draft_vocab_coverage": 1.1}, "--draft-vocab-coverage must be above 0 and at most 1, got 1.1"),
+        ({"draft_vocab_coverage": 0.0}, "--draft-vocab-coverage must be above 0"),
+        ({"draft_vocab_coverage": 0.9, "draft_vocab_size": 8}, "exclude each other"),
+        ({"draft_vocab_coverage": 0.9, "init_from": Path()}, "leave one out"),
+        ({"init_from": Path("nowhere")}, "no folder nowhere"),
+        ({"prompts": (Path("nowhere"),)}, "No such file: nowhere"),
+        ({"prompts": ()}, "Nothing to train on"),
+    ],
+)
+def test_options_are_checked_before_anything_else(settings, message, tmp_path):
+    options = small_options(tmp_path, **{"prompts": (write_prompts(tmp_path),)} | settings)
+    with pytest.raises((ValueError, OSError), match=message):
+        run_training(Target("tiny", make_target(dtype=torch.float32), make_tokenizer()), options)
+    assert not options.folder.exists()
+
+
+def test_every_option_has_help():
+    import dataclasses
+
+    assert all(option.metadata["help"] for option in dataclasses.fields(TrainOptions))
+
+
+# -- a full disk -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """A disk whose free bytes are told; `None` is the real one."""
+    free: dict[str, int | None] = {"bytes": None}
+    reserve, usage = os.posix_fallocate, shutil.disk_usage
+
+    def fallocate(descriptor, offset, length):
+        if free["bytes"] is not None and length > free["bytes"]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(descriptor, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=free["bytes"] or usage(path).free))
+    return free
+
+
+@pytest.mark.parametrize(
+    ("room", "what", "finished"),
+    [
+        (2_000, "kept features", {"answers.jsonl"}),
+        (1_000_000, "a checkpoint", {"answers.jsonl", "features.bf16", "features.key", "training_log.jsonl"}),
+    ],
+)
+def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(room, what, finished, disk, tmp_path):
+    model = make_target(dtype=torch.float32)
+    options = small_options(tmp_path, prompts=(write_prompts(tmp_path),))
+    target = Target("tiny", model, make_tokenizer())
+    disk["bytes"] = room
+    with pytest.raises(OSError, match=rf"No room for {what}.* GB are needed, .* GB are free"):
+        run_training(target, options, say=lambda line: None)
+    assert {file.name for file in options.folder.iterdir()} <= finished
+    assert not options.output.exists()
+    disk["bytes"] = None
+    assert run_training(target, options, say=lambda line: None).steps == 3
+
+
+def test_a_disk_that_fills_up_while_training(disk, tmp_path, monkeypatch):
+    """The next checkpoint's room is taken when the last one is written, and the run goes on from that one."""
+    monkeypatch.setattr(trainer_module, "_CHECKPOINT_EVERY", 1)
+    target = make_target(dtype=torch.float32)
+    answers, options = make_answers(target), small_options(tmp_path)
+
+    def trainer() -> Trainer:
+        store = FeatureStore(options.folder, answers, target, [0, 2], 10**9)
+        return Trainer(make_drafter(target), store, options, 3)
+
+    stopped = trainer()
+    evaluate = stopped._log_evaluation
+    stopped._log_evaluation = lambda progress: (evaluate(progress), disk.update(bytes=1000))
+    with pytest.raises(OSError, match="No room for a checkpoint"):
+        stopped.run()
+    assert not stopped.state_file.with_suffix(".tmp").exists()
+    disk["bytes"] = None
+    resumed = trainer()
+    assert resumed.resume() and resumed.step == 1
+
+
+def test_a_drafter_that_finds_no_room_leaves_no_folder(disk, tmp_path):
+    options = small_options(tmp_path)
+    disk["bytes"] = 1000
+    report = pipeline.TrainReport("output", 0, 0, 0, 0.0, 24, 1.0, trainer_module.Evaluation([], 1.0))
+    with pytest.raises(OSError, match="No room for the drafter"):
+        pipeline.save_drafter(make_drafter(make_target()), options, report)
+    assert not list(tmp_path.iterdir())
+
+
+def test_space_where_none_can_be_taken(disk, tmp_path, monkeypatch):
+    """Free space is compared; what a file holds counts, and stays as it was."""
+    file = tmp_path / "file"
+    file.write_bytes(b"held")
+    monkeypatch.delattr(os, "posix_fallocate")
+    disk["bytes"] = 100
+    reserve_space(file, 104, "it")
+    with pytest.raises(OSError, match="No room for it"):
+        reserve_space(file, 105, "it")
+    assert file.read_bytes() == b"held"
+    with pytest.raises(OSError, match="No room for it"):
+        reserve_space(tmp_path / "new", 105, "it")
+    assert not (tmp_path / "new").exists()
+
+
+# -- the draft vocabulary --------------------------------------------------------------------------------------------
+
+
+def test_frequent_tokens():
+    answers = [Answer("all", [1], [9, 9, 4, 4, 4, 11])]
+    assert frequent_tokens(answers, 2, 24).tolist() == [4, 9]
+    assert frequent_tokens(answers, 5, 24).tolist() == [0, 1, 4, 9, 11]
+    assert coverage_of(answers, torch.tensor([4, 9])) == 5 / 6
+
+
+def test_size_by_coverage():
+    """200 tokens once each, a frequent one 800 times: half needs one token, 90 % needs 101, all need 201."""
+    answers = [Answer("all", [1], [7] * 800), Answer("all", [1], list(range(1000, 1200)))]
+    assert [covering_size(answers, share, 5000) for share in (0.5, 0.864, 0.9, 1.0)] == [64, 128, 128, 256]
+    assert covering_size(answers, 0.863, 5000) == 64  # exactly what 64 tokens hold
+    assert covering_size(answers, 1.0, 220) == 220
+    for size, share in ((64, 0.863), (128, 0.927)):
+        assert coverage_of(answers, frequent_tokens(answers, size, 5000)) == pytest.approx(share)
+
+
+def test_training_by_coverage(tmp_path):
+    """The drafter has the size that covers the share, the report says so, and the record keeps it."""
+    model = make_target(dtype=torch.float32, vocab_size=200)
+    answers = tmp_path / "answers.jsonl"
+    lines = [{"domain": "all", "input_ids": [5, 6], "response_ids": [7, 8, 9, 7, 8, 9, 7, 8 + i]} for i in range(4)]
+    lines.append({"domain": "all", "input_ids": [5], "response_ids": list(range(100, 164))})
+    answers.write_text("\n".join(map(json.dumps, lines)))
+    options = small_options(tmp_path, answers=(answers,), draft_vocab_coverage=0.9, steps=1)
+    said: list[str] = []
+    report = run_training(Target("tiny", model, make_tokenizer()), options, say=said.append)
+    assert report.draft_vocab_size == 64
+    assert 0.9 <= report.draft_vocab_coverage < 1.0
+    assert any("64 tokens" in line for line in said)
+    drafter = DSparkDraftModel.from_pretrained(options.output)
+    assert len(drafter.draft_token_ids()) == drafter.config.draft_vocab_size == 64
+    record = json.loads((options.output / "training.json").read_text())
+    assert record["report"]["draft_vocab_coverage"] == report.draft_vocab_coverage
+    assert record["options"]["draft_vocab_coverage"] == 0.9

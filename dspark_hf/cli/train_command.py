@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..loading.pairs import DEFAULT_TARGET
-from .app import DeviceOption, TargetOption, app, at_least, err, existing_file, numbers, out
+from .app import DeviceOption, TargetOption, app, err, numbers, out
 
 
 @app.command(
@@ -71,40 +72,14 @@ def train(
 ) -> None:
     """Train a drafter: answers by the target, features, training. Goes on where an earlier run stopped."""
     from ..loading.pairs import load_target
-    from ..training.pipeline import METHODS, TrainOptions, run_training
+    from ..training.pipeline import run_training
+    from ..training.recipe import TrainOptions
 
-    for value, low, option in (
-        (max_new_tokens, 8, "--max-new-tokens"),
-        (1 if num_layers is None else num_layers, 1, "--num-layers"),
-        (block_size, 1, "--block-size"),
-        (draft_vocab_size or 0, 0, "--draft-vocab-size"),
-        (batch_size, 1, "--batch-size"),
-        (num_anchors, 1, "--num-anchors"),
-        (slots, 1, "--slots"),
-        (1 if steps is None else steps, 1, "--steps"),
-        (1 if draft_tokens is None else draft_tokens, 1, "--draft-tokens"),
-        (feature_cache_gb, 0, "--feature-cache-gb"),
-    ):
-        at_least(value, low, option)
-    if draft_vocab_coverage is not None:
-        if draft_vocab_size is not None:
-            raise ValueError("--draft-vocab-size and --draft-vocab-coverage exclude each other: give one of them.")
-        if not 0.0 < draft_vocab_coverage <= 1.0:
-            raise ValueError(f"--draft-vocab-coverage must be above 0 and at most 1, got {draft_vocab_coverage}.")
-    if method not in METHODS:
-        raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {method!r}.")
-    if min_block_size is not None and not 1 <= min_block_size <= block_size:
-        raise ValueError(f"--min-block-size must be between 1 and --block-size ({block_size}), got {min_block_size}.")
-    if init_from is not None and not init_from.is_dir():
-        raise OSError(f"--init-from: no folder {init_from}.")
-    for file in (*(prompts or ()), *(answers or ())):
-        existing_file(file)
-    output = output.resolve()
     options = TrainOptions(
-        prompts=tuple(prompts or ()),
         output=output,
-        work_dir=work_dir or output.with_name(output.name + "-work"),
+        prompts=tuple(prompts or ()),
         answers=tuple(answers or ()),
+        work_dir=work_dir,
         num_answers=num_answers,
         invented_prompts=invented_prompts,
         temperatures=numbers(temperatures, float, "--temperatures"),
@@ -117,9 +92,9 @@ def train(
         draft_tokens=draft_tokens,
         markov_head=markov_head,
         markov_rank=markov_rank,
-        draft_vocab_size=8192 if draft_vocab_size is None else draft_vocab_size or None,
+        draft_vocab_size=draft_vocab_size,
         draft_vocab_coverage=draft_vocab_coverage,
-        target_layers=numbers(target_layers, int, "--target-layers") or None,
+        target_layers=numbers(target_layers, int, "--target-layers"),
         steps=steps,
         epochs=epochs,
         batch_size=batch_size,
@@ -130,20 +105,16 @@ def train(
         restart=restart,
         init_from=init_from,
     )
+    options.check()  # before the target is loaded
     report = run_training(load_target(target, device), options, say=err.print)
     err.print(
-        f"Next: dspark-hf calibrate --target {target} --drafter {output} --prompts HELD_OUT.jsonl", soft_wrap=True
+        f"Next: dspark-hf calibrate --target {target} --drafter {options.output} --prompts HELD_OUT.jsonl",
+        soft_wrap=True,
     )
     if json_output:
-        out.print_json(data=_plain(report))
+        out.print_json(data=asdict(report))
     else:
         acceptance = " ".join(f"{a:.3f}" for a in report.held_out.acceptance)
         out.print(
             f"{report.output}: held-out acceptance by position {acceptance}, τ {report.held_out.accept_length:.2f}"
         )
-
-
-def _plain(record) -> dict:
-    from dataclasses import asdict
-
-    return asdict(record)

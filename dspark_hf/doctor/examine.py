@@ -11,7 +11,7 @@ from ..decoding.checks import likely_mistakes
 from ..decoding.profiling import step_rates_of
 from ..loading.pairs import Target, drafter_folder, load_drafter
 from ..model.modeling_dspark import DSparkDraftModel
-from ..training.responses import Answer
+from ..training.corpus import Answer
 from . import checks, findings
 from .probe import BLOCK_FORMS, probe, probe_texts
 from .report import FAILED, Check, Report

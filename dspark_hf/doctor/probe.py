@@ -27,10 +27,8 @@ from ..evaluation.prompt_sets import load_conversations
 from ..loading.chat_template import encode_messages
 from ..loading.pairs import Target
 from ..model.modeling_dspark import DSparkDraftModel, Qwen3RotaryEmbedding
-from ..training.anchors import make_blocks
-from ..training.batched_decode import TextRequest
-from ..training.responses import Answer, decode_requests
-from ..training.step import Batch, DraftTrainingStep
+from ..training.corpus import Answer, AnswerPlan, Prompt, decode_answers
+from ..training.step import Batch, DraftTrainingStep, make_blocks
 
 ANSWER_TOKENS = 64
 _AT_ONCE = 12
@@ -115,14 +113,10 @@ def probe_texts(target: Target) -> list[Answer]:
     room = context_length(target.model) - ANSWER_TOKENS
     prompts = [(c.domain, encode_messages(target.tokenizer, c.messages)) for c in load_conversations(None)]
     fitting = [(domain, ids) for domain, ids in prompts if len(ids) <= room]
-    requests = [TextRequest(i, ids, ANSWER_TOKENS) for i, (_, ids) in enumerate(fitting)]
-    if not requests:
-        return []
-    longest = max(len(r.input_ids) for r in requests) + ANSWER_TOKENS
-    slots = min(_AT_ONCE, len(requests))
-    results = decode_requests(target.model, requests, num_slots=slots, seed=0, max_length=longest)
-    bar = tqdm(results, total=len(requests), desc="the target answers", unit="text", leave=False, disable=None)
-    return [Answer(fitting[r.key][0], r.input_ids, r.response_ids) for r in bar]
+    plans = [AnswerPlan(i, Prompt(domain, tuple(ids))) for i, (domain, ids) in enumerate(fitting)]
+    results = decode_answers(target.model, plans, max_new_tokens=ANSWER_TOKENS, num_slots=_AT_ONCE)
+    bar = tqdm(results, total=len(plans), desc="the target answers", unit="text", leave=False, disable=None)
+    return [Answer(plan.prompt.domain, list(plan.prompt.input_ids), ids) for plan, ids in bar]
 
 
 def readings(target: PreTrainedModel, drafter: DSparkDraftModel) -> list[Reading]:

@@ -5,8 +5,10 @@ Owns: atomic writing, the cache folder, telling folders from Hub ids. Does not o
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +70,37 @@ def move_files(temporary: Path, folder: Path) -> None:
         file.chmod(0o644)
         os.replace(file, folder / file.name)
     temporary.rmdir()
+
+
+def reserve_space(path: Path, num_bytes: int, what: str) -> None:
+    """Make `path` at least `num_bytes` long with its blocks taken, so that writing into it can't run out of disk.
+
+    What it holds stays. Where the file system can't take blocks, the free space is compared.
+
+    Raises:
+        OSError: there is too little room; the file is as it was before, or not there.
+    """
+    held = path.stat().st_size if path.exists() else None
+    free = shutil.disk_usage(path.parent).free
+    fits = num_bytes - (held or 0) <= free
+    try:
+        with path.open("ab") as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        return
+    except AttributeError:  # there is none on macOS and Windows
+        pass
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            fits = False
+        elif error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    if fits:
+        return
+    if held is None:
+        path.unlink()
+    else:
+        os.truncate(path, held)
+    raise OSError(
+        f"No room for {what} in {path.parent}: {num_bytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB are free. Make room "
+        "and start again; what was finished is kept."
+    )

@@ -1,7 +1,5 @@
 """What the drafter is trained on: the target's tapped layers and last hidden state over each answer.
 
-Owns: the forward that takes them, and a bounded file that keeps them between epochs and runs.
-Does not own: the answers (`responses`), where blocks stand (`anchors`), which layers exist (`decoding.targets`).
 Axes: B sequences, S tokens, m tapped layers, d_target the target's hidden size, V vocabulary.
 
 Only the last hidden state and log Σ exp(logits) are kept for each token, not V logits: the target's probabilities of any
@@ -15,7 +13,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +20,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..decoding.targets import TargetTaps
-from .responses import Answer
+from ..loading.files import reserve_space
+from .corpus import Answer
 
 
 @dataclass(frozen=True)
@@ -107,39 +105,42 @@ class FeatureStore:
         self.answers, self.target, self.layer_ids = answers, target, list(layer_ids)
         width = target.config.get_text_config().hidden_size
         self._widths = (len(self.layer_ids) * width, width)
-        self._row_bytes = 2 * sum(self._widths) + 4
+        # The last row's log_norm is written last: where it is not zero, the answer is done.
+        row = np.dtype([("hidden", np.uint16, (sum(self._widths),)), ("log_norm", np.float32)])
+        self._row_bytes = row.itemsize
         lengths = np.array([len(a.input_ids) + len(a.response_ids) for a in answers])
         self._offsets = np.concatenate([[0], np.cumsum(lengths)])
-        self._kept = int(np.searchsorted(self._offsets, max_bytes // self._row_bytes, side="right")) - 1
+        self._kept = int(np.searchsorted(self._offsets, max_bytes // row.itemsize, side="right")) - 1
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        identity = json.dumps(
-            [target.config._name_or_path, self.layer_ids, [[a.input_ids, a.response_ids] for a in answers]]
-        )
+        texts = [[a.input_ids, a.response_ids] for a in answers]
+        identity = json.dumps([target.config._name_or_path, self.layer_ids, row.descr, texts])
         key = hashlib.sha256(identity.encode()).hexdigest()
-        key_file, rows = folder / "features.key", int(self._offsets[self._kept])
-        mode: Any = "r+" if key_file.exists() and key_file.read_text() == key else "w+"
-        if mode == "w+":
+        file, key_file = folder / "features.bf16", folder / "features.key"
+        if not key_file.exists() or key_file.read_text() != key:
             key_file.unlink(missing_ok=True)
-        self._done = np.memmap(folder / "features.done", np.uint8, mode, shape=max(self._kept, 1))
-        self._hidden = np.memmap(folder / "features.bf16", np.uint16, mode, shape=(max(rows, 1), sum(self._widths)))
-        self._log_norm = np.memmap(folder / "features.log_norm", np.float32, mode, shape=max(rows, 1))
+            file.unlink(missing_ok=True)
+        # On a full disk, writing into a memory map of holes would kill the process without a word.
+        reserve_space(file, max(self.num_bytes, row.itemsize), "kept features (see --feature-cache-gb)")
+        self._rows = np.memmap(file, row, "r+", shape=max(int(self._offsets[self._kept]), 1))
         key_file.write_text(key)
 
     @property
     def num_bytes(self) -> int:
-        """Size of the file on disk when it is full."""
+        """Size of the file on disk."""
         return int(self._offsets[self._kept]) * self._row_bytes
+
+    def _missing(self) -> np.ndarray:
+        """Answers of which the file has a place and no features."""
+        return (self._rows["log_norm"][self._offsets[1 : self._kept + 1] - 1] == 0.0).nonzero()[0]
 
     def missing_tokens(self) -> int:
         """How many tokens of the file are still to be computed."""
-        lengths = np.diff(self._offsets[: self._kept + 1])
-        return int(lengths[self._done[: self._kept] == 0].sum())
+        return int(np.diff(self._offsets)[self._missing()].sum())
 
     def fill(self, tokens_per_batch: int = 2048) -> None:
         """Compute what the file still lacks, with a progress bar; can be interrupted and continued."""
-        missing = [i for i in range(self._kept) if not self._done[i]]
-        missing.sort(key=lambda i: self._offsets[i + 1] - self._offsets[i])
+        missing = sorted(self._missing().tolist(), key=lambda i: self._offsets[i + 1] - self._offsets[i])
         with tqdm(total=self._kept, initial=self._kept - len(missing), desc="features", unit="text") as bar:
             for batch in self._batches(missing, tokens_per_batch):
                 for i, features in zip(batch, self._compute(batch), strict=True):
@@ -148,7 +149,8 @@ class FeatureStore:
 
     def get(self, indices: Sequence[int]) -> list[Features]:
         """Features of some answers, read from the file or computed now."""
-        missing = [i for i in indices if i >= self._kept or not self._done[i]]
+        absent = set(self._missing().tolist())
+        missing = [i for i in indices if i >= self._kept or i in absent]
         computed = dict(zip(missing, self._compute(missing), strict=True)) if missing else {}
         for i in missing:
             if i < self._kept:
@@ -172,12 +174,11 @@ class FeatureStore:
     def _write(self, i: int, features: Features) -> None:
         rows = slice(self._offsets[i], self._offsets[i + 1])
         both = torch.cat([features.context, features.last_hidden], dim=-1).to(torch.bfloat16).cpu()
-        self._hidden[rows] = both.view(torch.uint16).numpy()
-        self._log_norm[rows] = features.log_norm.cpu().numpy()
-        self._done[i] = 1
+        self._rows["hidden"][rows] = both.view(torch.uint16).numpy()
+        self._rows["log_norm"][rows] = features.log_norm.cpu().numpy()
 
     def _read(self, i: int) -> Features:
-        rows = slice(self._offsets[i], self._offsets[i + 1])
-        both = torch.from_numpy(np.array(self._hidden[rows])).view(torch.bfloat16)
+        rows = np.array(self._rows[self._offsets[i] : self._offsets[i + 1]])
+        both = torch.from_numpy(rows["hidden"].copy()).view(torch.bfloat16)
         context, last_hidden = both.split(self._widths, dim=-1)
-        return Features(context, last_hidden, torch.from_numpy(np.array(self._log_norm[rows])))
+        return Features(context, last_hidden, torch.from_numpy(rows["log_norm"].copy()))

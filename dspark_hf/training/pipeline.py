@@ -1,87 +1,45 @@
-"""From prompts to a Hub-ready drafter: the whole of `dspark-hf train`.
-
-Owns: the order of the stages, defaults that depend on the target, the estimate, the folders.
-Does not own: what a stage does (`prompts`, `responses`, `features`, `trainer`).
-"""
+"""From prompts to a Hub-ready drafter: the stages of `dspark-hf train`, each of which goes on where it was stopped."""
 
 from __future__ import annotations
 
 import copy
 import json
 import math
+import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from ..decoding.targets import eos_ids
-from ..loading.files import move_files, refuse_other_models
+from ..loading.files import move_files, refuse_other_models, reserve_space
 from ..loading.pairs import Target
 from ..model.configuration_dspark import DSparkConfig
 from ..model.modeling_dspark import DSparkDraftModel
+from .corpus import (
+    Answer,
+    coverage_of,
+    covering_size,
+    frequent_tokens,
+    invent_prompts,
+    load_prompts,
+    missing_answers,
+    plan_answers,
+    read_answers,
+    write_answers,
+)
 from .features import FeatureStore, check_logits, compute_features
-from .losses import LossWeights
-from .prompts import AnswerPlan, Prompt, load_prompts, plan_answers
-from .responses import Answer, invent_prompts, missing_answers, read_answers, write_answers
-from .trainer import Evaluation, Trainer, TrainingRecipe, mixed_precision
-from .unroll import EAGLE3_LOSS
-from .vocabulary import coverage_of, covering_size, frequent_tokens
+from .recipe import DRAFT_VOCAB_SIZE, TrainOptions
+from .trainer import Evaluation, Trainer, mixed_precision
 
-# The losses of each method's released recipe.
-METHODS = {"dspark": LossWeights(), "dflash": LossWeights(1.0, 0.0, 0.0), "eagle3": EAGLE3_LOSS}
+_HELD_OUT = 0.02  # share of the answers
 _WORK_FILES = (
-    "invented_prompts.jsonl",
-    "answers.jsonl",
-    "features.key",
-    "features.done",
-    "features.bf16",
-    "features.log_norm",
-    "training_state.pt",
-    "training_log.jsonl",
+    *("invented_prompts.jsonl", "answers.jsonl", "features.key", "features.bf16"),
+    *("training_state.pt", "training_state.tmp", "training_log.jsonl"),
 )
 _NORM_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")  # the families' names for it
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """What `dspark-hf train` takes; `None` means a default that depends on the target or the data.
-
-    draft_vocab_size: `None` is the whole vocabulary. draft_vocab_coverage: where given, the size is chosen so that it covers
-    this share of the answers' tokens.
-    """
-
-    prompts: tuple[Path, ...]
-    output: Path
-    work_dir: Path
-    answers: tuple[Path, ...] = ()
-    num_answers: int | None = None
-    invented_prompts: int = 0
-    temperatures: tuple[float, ...] = (0.0, 0.6, 0.8)
-    max_new_tokens: int = 192
-    slots: int = 128
-    method: str = "dspark"
-    num_layers: int | None = None
-    block_size: int = 7
-    min_block_size: int | None = None
-    draft_tokens: int | None = None
-    markov_head: str = "vanilla"
-    markov_rank: int = 64
-    draft_vocab_size: int | None = 8192
-    draft_vocab_coverage: float | None = None
-    target_layers: tuple[int, ...] | None = None
-    steps: int | None = None
-    epochs: float = 10.0
-    batch_size: int = 8
-    num_anchors: int = 32
-    learning_rate: float = 1e-3
-    held_out: float = 0.02
-    feature_cache_gb: float = 20.0
-    seed: int = 0
-    restart: bool = False
-    init_from: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -109,8 +67,8 @@ def default_target_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
     return tuple(sorted({round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)}))
 
 
-def drafter_config(target: PreTrainedModel, options: TrainOptions, name: str) -> DSparkConfig:
-    """A drafter's config for this target: its widths, heads and rope, the options' depth and heads.
+def drafter_config(target: PreTrainedModel, options: TrainOptions, name: str, vocab: int | None = None) -> DSparkConfig:
+    """A drafter's config for this target: its widths, heads and rope, the options' depth and heads, `vocab` draft tokens.
 
     The methods differ here and in the loss alone: DFlash has the fill-in layout and no heads, Eagle3 one layer of its own form.
     """
@@ -121,11 +79,12 @@ def drafter_config(target: PreTrainedModel, options: TrainOptions, name: str) ->
     record = text.to_dict()
     head_dim = record.get("head_dim") or text.hidden_size // text.num_attention_heads
     rope = record.get("rope_parameters") or {}
-    vocab = options.draft_vocab_size or text.vocab_size
+    if vocab is None:
+        vocab = DRAFT_VOCAB_SIZE if options.draft_vocab_size is None else options.draft_vocab_size
     layers = options.target_layers or default_target_layers(text.num_hidden_layers)
     return DSparkConfig(
         vocab_size=text.vocab_size,
-        draft_vocab_size=min(vocab, text.vocab_size),
+        draft_vocab_size=min(vocab or text.vocab_size, text.vocab_size),
         hidden_size=text.hidden_size,
         intermediate_size=text.intermediate_size,
         num_hidden_layers=options.num_layers or (1 if is_eagle3 else 3),
@@ -169,56 +128,35 @@ def working_copy(target: PreTrainedModel) -> PreTrainedModel:
 def make_answers(target: Target, worker: PreTrainedModel, options: TrainOptions, say=print) -> list[Answer]:
     """Answers from the given files and those made here, which are kept in the working folder."""
     files = list(options.answers)
-    prompts: list[Prompt] = [p for file in options.prompts for p in load_prompts(file, target.tokenizer)]
+    prompts = [p for file in options.prompts for p in load_prompts(file, target.tokenizer)]
     if options.invented_prompts:
+        path = options.folder / "invented_prompts.jsonl"
         prompts += invent_prompts(
-            worker,
-            target.tokenizer,
-            options.invented_prompts,
-            options.work_dir / "invented_prompts.jsonl",
-            num_slots=options.slots,
-            seed=options.seed,
+            worker, target.tokenizer, options.invented_prompts, path, num_slots=options.slots, seed=options.seed
         )
     if prompts:
         plans = plan_answers(prompts, options.num_answers or len(prompts), options.temperatures)
-        own = options.work_dir / "answers.jsonl"
+        own = options.folder / "answers.jsonl"
         if missing := missing_answers(plans, own):
-            seconds = estimate_answers(worker, missing, options)
-            say(f"{len(missing)} answers to make: at most {seconds / 60:.0f} min if all are of full length.")
+            say(f"{len(missing)} answers to make, of at most {options.max_new_tokens} tokens.")
         write_answers(
             worker, plans, own, max_new_tokens=options.max_new_tokens, num_slots=options.slots, seed=options.seed
         )
         files.append(own)
-    if not files:
-        raise ValueError("Nothing to train on: give --prompts, --answers or --invented-prompts.")
     return read_answers(files)
 
 
-@torch.inference_mode()
-def estimate_answers(worker: PreTrainedModel, plans: Sequence[AnswerPlan], options: TrainOptions) -> float:
-    """Seconds to make the answers at their longest, from one measured forward with all slots in use."""
-    rows = torch.zeros(min(options.slots, len(plans)), 1, dtype=torch.long, device=worker.device)
-    worker(input_ids=rows)
-    start = time.monotonic()
-    worker(input_ids=rows)
-    per_token = (time.monotonic() - start) / len(rows)
-    return per_token * sum(len(p.prompt.input_ids) + options.max_new_tokens for p in plans)
-
-
-def estimate(
-    worker: PreTrainedModel, answers: Sequence[Answer], store: FeatureStore, trainer: Trainer
-) -> dict[str, float]:
-    """Seconds of the stages to come, from one measured batch of features and two training steps; disk in GB."""
-    sample = list(answers[:4])
-    tokens = sum(len(a.input_ids) + len(a.response_ids) for a in sample)
+def estimate(worker: PreTrainedModel, store: FeatureStore, trainer: Trainer) -> str:
+    """What the stages to come will take, from one measured batch of features and two training steps."""
+    sample = list(store.answers[:4])
     start = time.monotonic()
     compute_features(worker, sample, store.layer_ids)
-    per_token = (time.monotonic() - start) / tokens
-    return {
-        "feature_seconds": per_token * store.missing_tokens(),
-        "feature_gigabytes": store.num_bytes / 1e9,
-        "training_seconds": trainer.seconds_per_step() * (trainer.recipe.steps - trainer.step),
-    }
+    per_token = (time.monotonic() - start) / sum(len(a.input_ids) + len(a.response_ids) for a in sample)
+    steps = trainer.steps - trainer.step
+    return (
+        f"Estimate: features {per_token * store.missing_tokens() / 60:.0f} min and {store.num_bytes / 1e9:.1f} GB of disk, "
+        f"training {trainer.seconds_per_step() * steps / 60:.0f} min for {steps} steps."
+    )
 
 
 def prepare_folders(options: TrainOptions) -> None:
@@ -228,19 +166,16 @@ def prepare_folders(options: TrainOptions) -> None:
         ValueError: the output folder holds another model, which the drafter would overwrite.
     """
     refuse_other_models(options.output, "--output")
-    options.work_dir.mkdir(parents=True, exist_ok=True)
+    options.folder.mkdir(parents=True, exist_ok=True)
     if options.restart:
         for name in _WORK_FILES:
-            (options.work_dir / name).unlink(missing_ok=True)
+            (options.folder / name).unlink(missing_ok=True)
 
 
 def run_training(target: Target, options: TrainOptions, say=print) -> TrainReport:
     """All stages; each goes on where an earlier run was stopped. `say` prints a line to the user."""
+    options.check()
     check_logits(target.model)
-    if options.draft_vocab_coverage is not None and options.init_from is not None:
-        raise ValueError(
-            "--draft-vocab-coverage chooses a draft vocabulary, and --init-from keeps the earlier drafter's: leave one out."
-        )
     prepare_folders(options)
     torch.manual_seed(options.seed)
     config = drafter_config(target.model, options, target.name)
@@ -251,7 +186,7 @@ def run_training(target: Target, options: TrainOptions, say=print) -> TrainRepor
     say(f"{len(answers)} answers, {answer_tokens:,} answer tokens.")
     if options.draft_vocab_coverage is not None:
         size = covering_size(answers, options.draft_vocab_coverage, config.vocab_size)
-        config = drafter_config(target.model, replace(options, draft_vocab_size=size), target.name)
+        config = drafter_config(target.model, options, target.name, size)
 
     drafter = DSparkDraftModel(config).to(target.model.device)
     if earlier is not None:
@@ -263,41 +198,27 @@ def run_training(target: Target, options: TrainOptions, say=print) -> TrainRepor
     coverage = coverage_of(answers, vocabulary)
     say(f"Draft vocabulary of {len(vocabulary)} tokens covers {coverage:.2%} of the answers.")
     drafter.bind_target(target.model)
-    held_out = _held_out(len(answers), options.held_out)
+    held_out = _held_out(len(answers))
     store = FeatureStore(
-        options.work_dir, answers, worker, config.target_layer_ids or (), int(options.feature_cache_gb * 1e9)
+        options.folder, answers, worker, config.target_layer_ids or (), int(options.feature_cache_gb * 1e9)
     )
     steps = options.steps or math.ceil(options.epochs * (len(answers) - len(held_out)) / options.batch_size)
-    recipe = TrainingRecipe(
-        steps=steps,
-        batch_size=options.batch_size,
-        num_anchors=options.num_anchors,
-        learning_rate=options.learning_rate,
-        block_sizes=(config.min_block_size, config.block_size) if config.min_block_size else None,
-        loss_weights=METHODS[options.method],
-        seed=options.seed,
-    )
-    trainer = Trainer(drafter, store, recipe, options.work_dir, held_out)
+    trainer = Trainer(drafter, store, options, steps, held_out)
     if trainer.resume():
         say(f"Going on from step {trainer.step} of {steps}.")
     if trainer.step < steps:
-        expected = estimate(worker, answers, store, trainer)
-        say(
-            f"Estimate: features {expected['feature_seconds'] / 60:.0f} min and {expected['feature_gigabytes']:.1f} GB of "
-            f"disk, training {expected['training_seconds'] / 60:.0f} min for {steps - trainer.step} steps."
-        )
+        say(estimate(worker, store, trainer))
         store.fill()
         trainer.run()
-    result = trainer.evaluate()
     report = TrainReport(
-        options.output.name,
-        len(answers),
-        answer_tokens,
-        steps,
-        trainer.seconds,
-        len(vocabulary),
-        coverage,
-        result,
+        output=options.output.name,
+        answers=len(answers),
+        answer_tokens=answer_tokens,
+        steps=steps,
+        training_seconds=trainer.seconds,
+        draft_vocab_size=len(vocabulary),
+        draft_vocab_coverage=coverage,
+        held_out=trainer.evaluate(),
     )
     save_drafter(drafter, options, report)
     return report
@@ -332,16 +253,23 @@ def save_drafter(drafter: DSparkDraftModel, options: TrainOptions, report: Train
     temporary = options.output.with_name(options.output.name + ".tmp")
     if options.draft_tokens is not None:
         drafter.generation_config.num_assistant_tokens = options.draft_tokens
-    drafter.to(torch.bfloat16).save_pretrained(temporary)
     recipe = {k: v for k, v in asdict(options).items() if k not in ("output", "work_dir", "restart")}
     recipe |= {k: [Path(file).name for file in recipe[k]] for k in ("prompts", "answers")}
     recipe["init_from"] = options.init_from and options.init_from.name
     record = {"target": drafter.config.target_model_name_or_path, "options": recipe, "report": asdict(report)}
-    (temporary / "training.json").write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
-    move_files(temporary, options.output)
+    temporary.mkdir(parents=True, exist_ok=True)
+    try:
+        weights = drafter.to(torch.bfloat16).state_dict().values()
+        size = sum(w.numel() * w.element_size() for w in weights)
+        reserve_space(temporary / "model.safetensors", size + (1 << 20), "the drafter")
+        drafter.save_pretrained(temporary)
+        (temporary / "training.json").write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
+        move_files(temporary, options.output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _held_out(count: int, share: float) -> list[int]:
+def _held_out(count: int) -> list[int]:
     """Evenly spread answers, so that every domain has some."""
-    wanted = min(max(round(count * share), 1), 256, count - 1)
+    wanted = min(max(round(count * _HELD_OUT), 1), 256, count - 1)
     return [round(i * count / wanted) for i in range(wanted)] if wanted else []

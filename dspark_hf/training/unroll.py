@@ -1,7 +1,5 @@
 """Eagle3's training-time test: the layer is unrolled over its own outputs, as it will be used (arXiv 2503.01840).
 
-Owns: the unrolled forward from sampled positions, its loss. Does not own: where the positions are (`anchors`), target
-probabilities (`step`), the optimiser (`trainer`).
 Axes: B sequences, S tokens, A anchors, N used anchors, γ unrolled steps, V_d draft vocabulary.
 
 The published recipe unrolls from every position. K/V of the first step come from target features and embeddings alone, so
@@ -16,9 +14,16 @@ import torch
 from torch.nn import functional as F
 
 from ..model.modeling_dspark import DSparkDraftModel
-from .anchors import make_blocks, position_weights
-from .losses import DraftLosses, LossWeights, soft_cross_entropy_losses
-from .step import Batch, DraftTrainingStep, StepOutput
+from .step import (
+    Batch,
+    DraftLosses,
+    DraftTrainingStep,
+    LossWeights,
+    StepOutput,
+    l1_distance,
+    make_blocks,
+    position_weights,
+)
 
 # Soft cross-entropy alone, each step weighing 0.8 of the one before it.
 EAGLE3_LOSS = LossWeights(cross_entropy=1.0, l1=0.0, confidence=0.0, decay=-1.0 / math.log(0.8))
@@ -110,7 +115,13 @@ class UnrolledTrainingStep(DraftTrainingStep):
         valid: torch.Tensor,  # [N, γ]
         num_rows: int,
     ) -> DraftLosses:
-        """Sums over the valid positions, divided by `num_rows` (all rows, the unused too, as the released code does)."""
-        logits = self.drafter.compute_logits(self.drafter.norm(hidden))
+        """Cross-entropy to the target's distribution, summed over the valid positions.
+
+        Divided by `num_rows`: all rows, the unused too, as the released code does.
+        """
+        log_probs = self.drafter.compute_logits(self.drafter.norm(hidden)).float().log_softmax(-1)
         weights = position_weights(valid, self.loss_weights.decay)
-        return soft_cross_entropy_losses(logits, target_probs, weights, num_rows)
+        total = -((target_probs * log_probs).sum(-1) * weights).sum() / num_rows
+        l1 = l1_distance(log_probs.detach(), target_probs)
+        mean = (l1 * weights).sum() / weights.sum().clamp(min=1e-6)
+        return DraftLosses(total, mean, torch.zeros_like(total), total, 1.0 - 0.5 * l1)
