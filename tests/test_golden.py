@@ -257,7 +257,7 @@ def test_batch_engine_accepts_as_much(folder, target_name, file, targets):
     for ids in prompts:
         output = target.generate(torch.tensor([ids]), assistant_model=drafter, **settings)
         alone.append((output[0, len(ids) :].tolist(), drafter.last_generation.accepted))
-    policy = (FixedLength(drafter.config.num_draft_tokens))
+    policy = FixedLength(drafter.config.num_draft_tokens)
     requests = [torch.tensor(ids) for ids in prompts]
     together = generate_batch(target, drafter, requests, engine={"policy": policy}, **settings)
     assert [(o.token_ids, o.stats.accepted) for o in together] == alone

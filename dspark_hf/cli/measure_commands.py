@@ -73,7 +73,7 @@ def bench(
     from ..evaluation.reports import bench_sheets, concurrency_sheet
     from ..loading.files import write_json
     from ..loading.pairs import load_pair
-    from ..scheduling.admission import FixedLength
+    from ..scheduling.policy import FixedLength
 
     at_least(max_new_tokens, 2, "--max-new-tokens")
     at_least(temperature, 0, "--temperature")
@@ -93,9 +93,9 @@ def bench(
         check_policy(name)
     pair = load_pair(target, drafter, device, dtype)
     loaded, draft_model = pair.target, pair.drafter
-    draft_model.skinny_linear = not stock_layers
+    draft_model.options.skinny_linear = not stock_layers
     if draft_tokens is not None:
-        draft_model.admission = FixedLength(draft_tokens)
+        draft_model.options.policy = FixedLength(draft_tokens)
         draft_model.generation_config.num_assistant_tokens = draft_tokens
     chosen = first_of_each_domain(load_conversations(prompts), limit)
     options = DecodingOptions(max_new_tokens, temperature, seed=seed)

@@ -20,7 +20,7 @@ from transformers.utils import cached_file
 from ..decoding import hook
 from ..decoding.checks import Mistake
 from ..decoding.compat import CACHE_ARGUMENT, cache_of
-from ..decoding.targets import check_layer_ids
+from ..decoding.target import check_layer_ids
 from ..loading.pairs import Target
 from ..model.modeling_dspark import DSparkDraftModel
 from ..model.packagings_dspark import packaging_of

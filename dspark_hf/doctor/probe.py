@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..decoding.checks import rope_bases
-from ..decoding.targets import TargetTaps
+from ..decoding.target import TargetTaps
 from ..decoding.trial_forwards import context_length
 from ..evaluation.prompt_sets import load_conversations
 from ..loading.chat_template import encode_messages

@@ -24,18 +24,17 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
+from ..decoding.attention import grouped_attention
 from ..decoding.compat import CACHE_ARGUMENT
-from ..decoding.profiling import ProfilePlan, measure_step_rates
-from ..decoding.quick_forward import grouped_attention, grow_in_place, ordinary_buffers
-from ..decoding.stats import GenerationStats, synchronize
-from ..engine.batch_policy_of import for_many
+from ..decoding.kv_cache import grow_in_place, ordinary_buffers
+from ..decoding.profiling import ProfilePlan, measure_step_rates, step_rates_of
+from ..decoding.statistics import GenerationStats, synchronize
 from ..engine.engine import BatchEngine
-from ..engine.profiling import batch_rates_of
-from ..engine.stats import StepRecord
 from ..linear.linear_layers import tuned
 from ..loading.chat_template import encode_messages
 from ..loading.pairs import Target
 from ..model.modeling_dspark import DSparkDraftModel
+from ..scheduling.policy import RoundRecord
 from .completion import OWN, check_length, make_policy, timed_generate, using_policy
 from .prompt_sets import Conversation
 from .questions import DecodingOptions
@@ -165,13 +164,14 @@ def _answer(
 def step_seconds(model: PreTrainedModel, drafter: DSparkDraftModel) -> dict[str, dict[int, float]]:
     """Seconds of one target forward by its tokens at 128 tokens of context, with stock and with tuned linear layers."""
     plan = ProfilePlan(tuple(range(1, 9)), (128,), sweeps=5, seconds=15.0)
-    seconds, before = {}, drafter.skinny_linear
+    seconds, options = {}, drafter.options
+    before = options.skinny_linear
     try:
-        for name, drafter.skinny_linear in (("stock", False), ("tuned", True)):
-            rates = measure_step_rates(model, drafter, plan, f"forwards, {name}")
+        for name, options.skinny_linear in (("stock", False), ("tuned", True)):
+            rates = measure_step_rates(model, drafter, plan, description=f"forwards, {name}")
             seconds[name] = dict(zip(rates.rows, rates.target_seconds[0]))
     finally:
-        drafter.skinny_linear = before
+        options.skinny_linear = before
     return seconds
 
 
@@ -276,7 +276,7 @@ class Wave:
 
     texts: list[list[int]]
     seconds: float
-    steps: list[StepRecord]
+    steps: list[RoundRecord]
 
     @property
     def rate(self) -> float:
@@ -307,7 +307,7 @@ def run_concurrency(
     encoded = _mixed(prompts, target)
     for ids in encoded:
         check_length(model, len(ids), options.max_new_tokens)
-    batch_rates_of(model, drafter, max(levels))
+    step_rates_of(model, drafter, max(levels))
     names = [PADDED, PLAIN, DSPARK, *(name for name in policies if name != OWN)]
     plan = [(level, sweep) for sweep in range(sweeps) for level in levels]
     waves: dict[int, dict[str, list[Wave]]] = {level: {name: [] for name in names} for level in levels}
@@ -354,7 +354,7 @@ def _wave(
     if name == PLAIN:
         with torch.no_grad(), tuned(model, drafter, of_drafter=False):
             return _decode(BatchEngine(model, max_sequences=level), prompt_ids, options, level, sweep)
-    policy = None if name == DSPARK else for_many(make_policy(name, model, drafter))
+    policy = None if name == DSPARK else make_policy(name, model, drafter)
     engine = BatchEngine(model, drafter, max_sequences=level, policy=policy)
     return _decode(engine, prompt_ids, options, level, sweep)
 

@@ -64,7 +64,7 @@ def run_calibration(
     if drafter.confidence_head is None:
         raise ValueError(
             "This drafter has no confidence head, so there is nothing to calibrate. Set "
-            "`drafter.admission = dspark_hf.scheduled(target, drafter)`: it judges positions by how they fared so far."
+            "`drafter.options.policy = dspark_hf.scheduled(target, drafter)`: it judges positions by how they fared so far."
         )
     samples = collect(target, drafter, conversations, options, "full", file, "calibrate")
     length = drafter.config.num_draft_tokens

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..engine.runner import check_structure, check_target
+from ..decoding.ragged_target import check_structure, check_target
 from ..linear.linear_layers import tuned
 from ..loading.pairs import Target
 from ..model.modeling_dspark import DSparkDraftModel

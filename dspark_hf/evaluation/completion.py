@@ -11,16 +11,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, TextStreamer
 
-from ..decoding.candidates import scheduled
+from ..decoding.default_policy import scheduled
 from ..decoding.profiling import step_rates_of
-from ..decoding.stats import GenerationStats, synchronize
+from ..decoding.statistics import GenerationStats, synchronize
 from ..engine.engine import BatchEngine
-from ..engine.sequence import RequestOutput
+from ..engine.request import RequestOutput
 from ..loading.chat_template import encode_messages
 from ..loading.pairs import Target
 from ..model.modeling_dspark import DSparkDraftModel
-from ..model.sampler_dspark import Admission
-from ..scheduling.admission import ConfidenceThreshold, FixedLength, LaggedScheduler, ThroughputScheduler
+from ..scheduling.policy import ConfidenceThreshold, FixedLength, LaggedScheduler, Policy, ThroughputScheduler
 from .questions import DecodingOptions, Question
 
 OWN = "own"
@@ -63,7 +62,7 @@ def block_policy(name: str, length: int = 0) -> FixedLength | ConfidenceThreshol
         raise ValueError(f"Policy {name!r}: {error} Write for example fixed:3 or threshold:0.4.") from None
 
 
-def make_policy(name: str, target: PreTrainedModel, drafter: DSparkDraftModel) -> Admission:
+def make_policy(name: str, target: PreTrainedModel, drafter: DSparkDraftModel) -> Policy:
     """The policy of a name: one of `block_policy`'s, throughput (Algorithm 1), lagged, lookahead, or no-lookup (lookahead;
     `using_policy` turns prompt lookup off).
 
@@ -84,17 +83,18 @@ def using_policy(name: str, target: PreTrainedModel, drafter: DSparkDraftModel, 
     """Decode with the named policy inside the block ("own": as the drafter is set), without prompt lookup where `lookup` is
     false; afterwards all is as before."""
     config, length = drafter.generation_config, drafter.config.num_draft_tokens
-    before = drafter.admission, config.num_assistant_tokens, drafter.lookup_drafts
+    options = drafter.options
+    before = options.policy, config.num_assistant_tokens, options.lookup_drafts
     if name != OWN:
         policy = make_policy(name, target, drafter)
         # A fixed length's block is made no longer than it needs to be.
         config.num_assistant_tokens = min(policy.length, length) if isinstance(policy, FixedLength) else length
-        drafter.admission = policy
-    drafter.lookup_drafts = before[2] and lookup and name != "no-lookup"
+        options.policy = policy
+    options.lookup_drafts = before[2] and lookup and name != "no-lookup"
     try:
         yield
     finally:
-        drafter.admission, config.num_assistant_tokens, drafter.lookup_drafts = before
+        options.policy, config.num_assistant_tokens, options.lookup_drafts = before
 
 
 # -- one prompt ------------------------------------------------------------------------------------------------------

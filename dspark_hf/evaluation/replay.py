@@ -21,12 +21,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from ..decoding import sampling
-from ..decoding.candidates import DSparkCandidateGenerator, policy_of
-from ..decoding.draft_context import DraftContext
-from ..decoding.targets import TargetTaps
+from ..decoding import acceptance
+from ..decoding.candidate_generator import DSparkCandidateGenerator
+from ..decoding.target import TargetTaps
 from ..engine.engine import BatchEngine
-from ..engine.sequence import Prepared, prepare
+from ..engine.request import Prepared, prepare
 from ..linear.linear_layers import tuned
 from ..loading.chat_template import encode_messages
 from ..loading.pairs import Target
@@ -192,7 +191,7 @@ def read_text(
         features = dict(zip(layer_ids, taps.take(drafters[0].device).chunk(len(layer_ids), dim=-1)))
     probs = None
     if prepared.config.do_sample:
-        scores = sampling.process_rows(prepared.processors, read, logits.to(scores_dtype(logits)))
+        scores = acceptance.process_rows(prepared.processors, read, logits.to(scores_dtype(logits)))
         probs = scores.softmax(-1)
     return ReadText(prepared, ids, features, probs)
 
@@ -218,7 +217,7 @@ class TextGuided:
         draft = scores[0].softmax(-1)
         target = self.text.probs[length - self.text.num_prompt].to(draft)  # type: ignore[index]
         ratio = draft[token] / target[token].clamp(min=torch.finfo(draft.dtype).tiny)
-        if sampling.flip(ratio.clamp(max=1.0)[None], self.generator):
+        if acceptance.flip(ratio.clamp(max=1.0)[None], self.generator):
             return torch.full_like(scores, float("-inf")).index_fill(1, token[None], 0.0)
         rejected = (draft - target).clamp(min=0.0)
         # Where rounding leaves nothing of the difference the two distributions are the same.
@@ -238,9 +237,7 @@ def replay(
         target.model,
         text.prepared.config,
         processors,  # type: ignore[arg-type]
-        DraftContext(id(drafter)),
         generator,
-        policy_of(target.model, drafter),
     )
     features = torch.cat([text.features[i].to(drafter.device) for i in drafter.config.target_layer_ids], dim=-1)
     candidates.observe(features[:, : text.num_prompt])
@@ -248,14 +245,13 @@ def replay(
     rounds, logits = [], []
     with tuned(target.model, drafter):
         while length < end:
-            candidates.plan(text.token_ids[:, :length])
-            block = candidates.draft(text.token_ids[:, :length])
-            drafted = [] if block is None else block.token_ids[0].tolist()
+            proposal = candidates.propose(text.token_ids[:, :length])
+            drafted = proposal.token_ids.tolist()
             pairs = zip(drafted, text.token_ids[0, length:].tolist())
             accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             committed = min(accepted + 1, end - length)
             candidates.observe(features[:, length - 1 : length - 1 + committed])
             rounds.append((len(drafted), accepted))
-            logits.append(rounded(None if block is None else block.confidence_logits))
+            logits.append(rounded(proposal.confidence_logits()))
             length += committed
     return rounds, logits

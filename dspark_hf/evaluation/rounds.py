@@ -182,8 +182,10 @@ def _answer(
             break
         stats = drafter.last_generation
         sample.tokens, sample.parked = len(answer), stats.parked_rounds
-        sample.rounds = [(r.drafted, r.accepted) for r in stats.history]
-        sample.logits = [rounded(r.confidence_logits) for r in stats.history]
+        sample.rounds = [(r.verified, r.accepted) for r in stats.history]
+        sample.logits = [
+            rounded(None if r.confidence_logits is None else r.confidence_logits[: r.verified]) for r in stats.history
+        ]
         if later is not None:
             messages = next_turn(target, messages, answer, later)
     return samples

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 
-from ..engine.sequence import RequestOutput
+from ..engine.request import RequestOutput
 from .errors import ApiError
 from .schema import ChatRequest, CompletionRequest, Sampling
 from .text import PenaltyProcessor, TextStream

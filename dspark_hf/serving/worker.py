@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from ..engine.engine import BatchEngine
-from ..engine.sequence import RequestOutput
+from ..engine.request import RequestOutput
 
 logger = logging.get_logger(__name__)
 _DRAIN_SECONDS = 30.0

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..decoding.targets import eos_ids
+from ..decoding.target import eos_ids
 from ..decoding.trial_forwards import context_length
 from ..engine.engine import BatchEngine
 from ..loading.chat_template import encode_messages, messages_of, read_jsonl

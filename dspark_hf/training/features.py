@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..decoding.targets import TargetTaps
+from ..decoding.target import TargetTaps
 from ..loading.files import reserve_space
 from .corpus import Answer
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ..decoding.targets import eos_ids
+from ..decoding.target import eos_ids
 from ..loading.files import move_files, refuse_other_models, reserve_space
 from ..loading.pairs import Target
 from ..model.configuration_dspark import DSparkConfig
