@@ -17,8 +17,8 @@ import torch
 from conftest import make_drafter, make_target, make_tokenizer
 
 from dspark_hf import DSparkDraftModel, cli
-from dspark_hf.loading import finding
-from dspark_hf.loading.finding import DEFAULT_DRAFTER, KnownDrafter, find_drafter, known_drafters
+from dspark_hf.loading import pairs as finding
+from dspark_hf.loading.pairs import DEFAULT_DRAFTER, KnownDrafter, find_drafter, known_drafters
 from dspark_hf.loading.pairs import DEFAULT_TARGET, load_drafter
 
 ROOT = Path(__file__).parents[1]

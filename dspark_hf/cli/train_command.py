@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..loading.pairs import DEFAULT_TARGET
+from ..loading import DEFAULT_TARGET
 from .app import DeviceOption, TargetOption, app, at_least, err, existing_file, numbers, out
 
 

@@ -1,12 +1,13 @@
-"""Files that are whole or not there at all, and where this package keeps its own.
-
-Owns: atomic writing, the cache folder, telling folders from Hub ids. Does not own: what the files mean.
-"""
+"""Files and folders that are whole or not there at all, and where this package keeps its own."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,18 @@ def write_json(data: Any, path: Path) -> None:
     write_text(json.dumps(data, indent=2) + "\n", path)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object in a file; {} where there is none, or the file is damaged."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stored if isinstance(stored, dict) else {}
+
+
 def holds_drafter(folder: Path) -> bool:
     """Whether a folder holds a drafter in this package's own form."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # none there, or damaged
-        return False
-    return isinstance(config, dict) and config.get("model_type") == "dspark"
+    return read_json(folder / "config.json").get("model_type") == "dspark"
 
 
 def refuse_other_models(folder: Path, option: str) -> None:
@@ -68,3 +74,18 @@ def move_files(temporary: Path, folder: Path) -> None:
         file.chmod(0o644)
         os.replace(file, folder / file.name)
     temporary.rmdir()
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder to write into, which becomes `folder` (absent or empty) if the block ends well, and is gone if not."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", suffix=".tmp", dir=folder.parent))
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            file.chmod(0o644)
+        temporary.chmod(0o755)
+        os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -17,7 +17,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors import SafetensorError, safe_open
 
 from ..loading.files import is_hub_id
-from ..loading.hub_files import hub_is_reachable
+from ..loading.pairs import hub_is_reachable
 from ..model.configuration_dspark import DSparkConfig
 from .card import CARD, read_card
 from .code import AUTO_MAP, code_files
