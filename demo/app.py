@@ -23,8 +23,7 @@ from race_state import DSPARK, PLAIN, Limits, RaceOptions, RaceState
 
 from dspark_hf.decoding.profiling import step_rates_of
 from dspark_hf.evaluation.prompt_sets import first_of_each_domain, load_conversations
-from dspark_hf.loading.finding import AUTO
-from dspark_hf.loading.pairs import DEFAULT_TARGET, DTYPES, choose_drafter, load_drafter, load_target
+from dspark_hf.loading.pairs import AUTO, DEFAULT_TARGET, DTYPES, choose_drafter, load_drafter, load_target
 
 _HERE = Path(__file__).parent
 _EXAMPLES_A_DOMAIN = 3

@@ -41,8 +41,8 @@ from dspark_hf.evaluation.completion import DecodingOptions, check_length, timed
 from dspark_hf.loading.chat_template import encode_messages
 from dspark_hf.loading.pairs import Target
 from dspark_hf.model.modeling_dspark import DSparkDraftModel
-from dspark_hf.model.sampler_dspark import Admission
-from dspark_hf.scheduling.admission import RoundOutcome, RoundPolicy
+from dspark_hf.scheduling.policy import Policy, RoundRecord, SequenceRecord
+from dspark_hf.scheduling.step_costs import StepRates
 from dspark_hf.serving.text import TextStream
 
 logger = logging.get_logger("dspark_hf.demo")
@@ -56,35 +56,32 @@ class _Event:
     what: str
     side: str = ""
     token_ids: Sequence[int] = ()
-    outcome: RoundOutcome | None = None
+    outcome: SequenceRecord | None = None
     value: Any = None
 
 
-class Observed:
-    """An admission policy as it is; `tell` gets every round's outcome."""
+class Observed(Policy):
+    """A policy as it is; `tell` gets the record of every round."""
 
-    def __init__(self, policy: Admission, tell: Callable[[RoundOutcome], None]) -> None:
+    def __init__(self, policy: Policy, tell: Callable[[SequenceRecord], None]) -> None:
         self.policy, self.tell = policy, tell
-        self.reads_survival = policy.reads_survival
-        self.step_rates = policy.step_rates if isinstance(policy, RoundPolicy) else None
+        self.reads_survival, self.weighs_copies = policy.reads_survival, policy.weighs_copies
+        self.plan, self.admit, self.schedule = policy.plan, policy.admit, policy.schedule
+
+    @property
+    def step_rates(self) -> StepRates | None:
+        return self.policy.step_rates
 
     def fresh(self) -> Observed:
-        return Observed(self.policy.fresh() if isinstance(self.policy, RoundPolicy) else self.policy, self.tell)
+        return Observed(self.policy.fresh(), self.tell)
 
-    def begin_round(self, depth: int, limit: int) -> int:
-        return self.policy.begin_round(depth, limit) if isinstance(self.policy, RoundPolicy) else limit
-
-    def admit(self, position: int, survival_so_far: list[float]) -> bool:
-        return self.policy.admit(position, survival_so_far)
-
-    def end_round(self, outcome: RoundOutcome) -> None:
-        if isinstance(self.policy, RoundPolicy):
-            self.policy.end_round(outcome)
-        self.tell(outcome)
+    def learn(self, record: RoundRecord) -> None:
+        self.policy.learn(record)
+        self.tell(record.sequences[0])
 
 
 class _Feed(BaseStreamer):
-    """Passes tokens on: one by one, or (`by_round`) a round's together once `end_round` tells how it went."""
+    """Passes tokens on: one by one, or (`by_round`) a round's together once `end_of_round` tells how it went."""
 
     def __init__(self, emit: Callable[..., None], by_round: bool) -> None:
         self.emit, self.by_round = emit, by_round
@@ -99,7 +96,7 @@ class _Feed(BaseStreamer):
         else:
             self.emit(token_ids=value.flatten().tolist())
 
-    def end_round(self, outcome: RoundOutcome) -> None:
+    def end_of_round(self, outcome: SequenceRecord) -> None:
         held, self._held = self._held, []
         self.emit(token_ids=held, outcome=outcome)
 
@@ -115,11 +112,11 @@ class _StopWhen(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.event.is_set(), device=input_ids.device)
 
 
-def shown(texts: Sequence[str], outcome: RoundOutcome | None) -> list[ShownToken]:
+def shown(texts: Sequence[str], outcome: SequenceRecord | None) -> list[ShownToken]:
     """A round's tokens with where each came from; without an outcome, the target's own."""
     if outcome is None:
         return [ShownToken(text, OWN) for text in texts]
-    last = OWN if not outcome.drafted else BONUS if outcome.accepted == outcome.drafted else CORRECTION
+    last = OWN if not outcome.verified else BONUS if outcome.accepted == outcome.verified else CORRECTION
     return [
         ShownToken(text, ACCEPTED, i + 1) if i < outcome.accepted else ShownToken(text, last)
         for i, text in enumerate(texts)
@@ -244,7 +241,7 @@ class RaceTrack:
         else:
             drafter.last_generation = None
             with using_policy(options.policy_name, model, drafter):
-                drafter.admission = Observed(drafter.admission, feed.end_round)
+                drafter.options.policy = Observed(drafter.options.policy, feed.end_of_round)
                 answer, seconds = generate(feed, assistant_model=drafter)
             stats = drafter.last_generation
         emit("finished", value=(len(answer), seconds, stats))

@@ -166,6 +166,25 @@ def own_cache(request, monkeypatch, tmp_path_factory, linear_choices):
 
 
 @pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs the command line: exit code, output, errors."""
+    from dspark_hf import cli
+
+    def run_command(*arguments) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dspark-hf", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as done:
+            code = int(done.code or 0)
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.out + captured.err
+        return code, captured.out, captured.err
+
+    return run_command
+
+
+@pytest.fixture
 def target():
     return make_target()
 

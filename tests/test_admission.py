@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from dspark_hf.scheduling.admission import RoundOutcome, RoundPolicy, prefix_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from dspark_hf import (
     StepRates,
     ThroughputScheduler,
 )
-from dspark_hf.scheduling.admission import RoundOutcome, RoundPolicy, prefix_lengths
 
 # Appendix A: SPS 1, 0.5, 0.45; the drafter draws A or B evenly, the target wants A with 0.7.
 APPENDIX_RATES = StepRates.of_target([1.0, 1 / 0.5, 1 / 0.45])

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 from conftest import make_drafter, make_target, prompt_ids
+from dspark_hf.scheduling.admission import RoundOutcome, prefix_lengths
+from dspark_hf.scheduling.batch import BatchLagged, BatchRequest, BatchThroughput, PerRequest, StepOutcome
+from dspark_hf.scheduling.batch_lookahead import BatchLookahead
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,9 +26,6 @@ from dspark_hf import (
     ThroughputScheduler,
     generate_batch,
 )
-from dspark_hf.scheduling.admission import RoundOutcome, prefix_lengths
-from dspark_hf.scheduling.batch import BatchLagged, BatchRequest, BatchThroughput, PerRequest, StepOutcome
-from dspark_hf.scheduling.batch_lookahead import BatchLookahead
 
 EXPECTED = Expectation([0.7, 0.6, 0.5, 0.5, 0.4, 0.4, 0.4], 0.4)
 SMOOTH = {b: 1.0 + 0.1 * (b - 1) for b in range(1, 9)}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import make_drafter, make_target, prompt_ids
-from test_scheduling import calibrated, table
+from test_scheduling import table
 from tiny_targets import make_hybrid
 from transformers import CompileConfig, StaticCache
 
-from dspark_hf import ConfidenceThreshold, FixedLength, GuardedLength, LookaheadScheduler
+from dspark_hf import ConfidenceThreshold, FixedLength
 from dspark_hf.decoding.compat import CACHE_ARGUMENT
 from dspark_hf.decoding.compiled import CompiledForward, compiled_forward
 from dspark_hf.decoding.draft_context import DraftContext

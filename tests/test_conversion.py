@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from conftest import GOLDEN, GOLDEN_PACKAGINGS, make_drafter, make_target, needs
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dspark_hf import DSparkDraftModel, cli
+from dspark_hf import DSparkDraftModel
 from dspark_hf.publishing.convert import convert
 
 HIDDEN = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(2))
@@ -48,11 +47,20 @@ def round_trip(tmp_path, drafter, form, target, folder) -> DSparkDraftModel:
     return back
 
 
-@pytest.mark.parametrize("head", ["none", "vanilla", "gated", "rnn"])
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
+SETTINGS = {
+    "plain": {},
+    "fill-in": {"sample_from_anchor": False},
+    "reduced": {"draft_vocab_size": 9},
+    "no-confidence": {"enable_confidence_head": False},
+}
+CASES = [(head, settings) for head in ("none", "vanilla", "gated", "rnn") for settings in SETTINGS.values()]
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"sample_from_anchor": False}, {"draft_vocab_size": 9}, {"enable_confidence_head": False}],
-    ids=["plain", "fill-in", "reduced", "no-confidence"],
+    ("head", "settings"),
+    [*CASES, ("vanilla", SLIDING), ("vanilla", SLIDING | {"sliding_window_non_causal": True})],
+    ids=str,
 )
 def test_through_speculators(tmp_path, pair, head, settings):
     target, folder = pair
@@ -68,14 +76,6 @@ def test_through_speculators(tmp_path, pair, head, settings):
         "name_or_path": str(folder),
         "architectures": ["LlamaForCausalLM"],
     }
-
-
-@pytest.mark.parametrize("non_causal", [False, True])
-def test_sliding_through_speculators(tmp_path, pair, non_causal):
-    target, folder = pair
-    settings = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
-    drafter = make_drafter(target, **settings, sliding_window_non_causal=non_causal)
-    same_draft(round_trip(tmp_path, drafter, "speculators", target, folder), drafter)
 
 
 @pytest.mark.parametrize("head", ["none", "vanilla", "gated", "rnn"])
@@ -126,14 +126,10 @@ def test_a_target_whose_embedding_scales(tmp_path):
     [
         ("deepspec", {"sample_from_anchor": False}, "fill-in"),
         ("deepspec", {"draft_vocab_size": 9}, "reduced"),
-        ("deepspec", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, "sliding"),
+        ("deepspec", SLIDING, "sliding"),
         ("deepspec", {"full_attention_causal": True}, "causal"),
         ("deepspec", {"final_logit_softcapping": 5.0}, "soft cap"),
-        (
-            "speculators",
-            {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4, "sliding_window_origin": "query"},
-            "counted from each query",
-        ),
+        ("speculators", SLIDING | {"sliding_window_origin": "query"}, "counted from each query"),
         ("speculators", {"final_logit_softcapping": 5.0}, "soft cap"),
         ("speculators", {"layer_form": "gemma4"}, "Gemma 4"),
         ("speculators", {"output_scale": 2.0}, "scale on the logits"),
@@ -207,25 +203,15 @@ def test_from_one_packaging_to_another(tmp_path, source, form):
     same_draft(after, before, hidden)
 
 
-def test_command(tmp_path, pair, monkeypatch, capsys):
+def test_command(tmp_path, pair, run):
     target, folder = pair
     make_drafter(target, min_block_size=2).save_pretrained(tmp_path / "ours")
-
-    def run(*arguments) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dspark-hf", "convert", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as done:
-            code = int(done.code or 0)
-        return code, *capsys.readouterr()
-
-    options = ["--to", "speculators", "--target", folder]
-    code, out, err = run(tmp_path / "ours", tmp_path / "there", *options)
+    convert_to = ["convert", tmp_path / "ours", tmp_path / "there", "--to", "speculators", "--target", folder]
+    code, out, err = run(*convert_to)
     assert (code, "4 tokens a round" in out, "min_block_size" in err) == (0, True, True)
-    code, _, err = run(tmp_path / "ours", tmp_path / "there", *options)
+    code, _, err = run(*convert_to)
     assert (code, err.count("\n")) == (2, 1)
-    code, out, _ = run(tmp_path / "ours", tmp_path / "json", *options, "--json")
+    code, out, _ = run(*convert_to[:2], tmp_path / "json", *convert_to[3:], "--json")
     assert json.loads(out)["form"] == "speculators"
-    code, _, err = run(tmp_path / "nowhere", tmp_path / "x", *options)
+    code, _, err = run("convert", tmp_path / "nowhere", tmp_path / "x", *convert_to[3:])
     assert (code, err.count("\n")) == (2, 1)

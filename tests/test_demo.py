@@ -35,7 +35,7 @@ from race_state import (  # noqa: E402
 )
 
 from dspark_hf.loading.pairs import Target  # noqa: E402
-from dspark_hf.scheduling.admission import FixedLength, RoundOutcome, RoundPolicy  # noqa: E402
+from dspark_hf.scheduling.policy import FixedLength, Policy, RoundRecord, SequenceRecord, SequenceState  # noqa: E402
 
 
 @pytest.fixture
@@ -58,8 +58,9 @@ def answer(side) -> list[str]:
     return [token.text for tokens in side.rounds for token in tokens]
 
 
-def outcome(drafted: int, accepted: int, committed: int) -> RoundOutcome:
-    return RoundOutcome(9, drafted, drafted, accepted, committed, drafted + 1, 1, [0.9] * drafted, 0.1, 0.1, 0.2)
+def outcome(drafted: int, accepted: int, committed: int) -> SequenceRecord:
+    counts = (drafted, False, drafted, drafted, accepted, committed, drafted + 1)
+    return SequenceRecord(0, 9, *counts, [0.9] * drafted, None)
 
 
 @pytest.mark.parametrize("order", [(PLAIN, DSPARK), (DSPARK, PLAIN)])
@@ -93,7 +94,7 @@ def test_policies_decode_as_without_the_page(policy, track):
     drafter = track.drafters["one"]
     state = last(track, policy=policy, threshold=0.4, length=2)
     assert state.verdict.identical
-    assert drafter.admission is None
+    assert drafter.options.policy is None
     if policy == "fixed":
         assert {r.drafted for r in state.dspark.stats.history[:-2]} == {2}
 
@@ -101,10 +102,10 @@ def test_policies_decode_as_without_the_page(policy, track):
 def test_an_observed_policy_is_the_same_policy():
     told = []
     plain = Observed(FixedLength(2), told.append)
-    assert isinstance(plain, RoundPolicy)
-    assert plain.begin_round(9, 4) == 4
-    assert [plain.fresh().admit(k, []) for k in (1, 2, 3)] == [True, True, False]
-    plain.end_round(outcome(2, 1, 2))
+    assert isinstance(plain, Policy)
+    assert [p.tokens for p in plain.plan([SequenceState(0, depth=9, limit=4)])] == [2]
+    assert [plain.fresh().admit(k, [0], [[]]) for k in (1, 2, 3)] == [[True], [True], [False]]
+    plain.learn(RoundRecord([outcome(2, 1, 2)], 3, 0, 0, 0.1, 0.1, 0.2))
     assert told[0].accepted == 1
 
 

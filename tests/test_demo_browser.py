@@ -21,8 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from dspark_hf.loading.finding import DEFAULT_DRAFTER, drafter_folder
-from dspark_hf.loading.pairs import DEFAULT_TARGET, resolve_target
+from dspark_hf.loading.pairs import DEFAULT_DRAFTER, DEFAULT_TARGET, drafter_folder, resolve_target
 
 ROOT = Path(__file__).parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

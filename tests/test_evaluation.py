@@ -141,9 +141,9 @@ def test_policies_by_name(name, tiny):
     before = drafter.generation_config.num_assistant_tokens
     assert make_policy(name, target.model, drafter).admit(1, [0.99]) in (True, False)
     with using_policy(name, target.model, drafter):
-        assert drafter.admission is not None
+        assert drafter.options.policy is not None
         assert drafter.generation_config.num_assistant_tokens == (3 if name == "fixed:3" else 4)
-    assert (drafter.admission, drafter.generation_config.num_assistant_tokens) == (None, before)
+    assert (drafter.options.policy, drafter.generation_config.num_assistant_tokens) == (None, before)
 
 
 @pytest.mark.parametrize("name", ["fixed", "fixed:x", "threshold:2", "nonsense", "fixed:-1"])

@@ -16,10 +16,18 @@ import pytest
 import torch
 from conftest import make_drafter, make_target, make_tokenizer
 
-from dspark_hf import DSparkDraftModel, cli
-from dspark_hf.loading import finding
-from dspark_hf.loading.finding import DEFAULT_DRAFTER, KnownDrafter, find_drafter, known_drafters
-from dspark_hf.loading.pairs import DEFAULT_TARGET, load_drafter
+from dspark_hf import DSparkDraftModel
+from dspark_hf.loading import pairs
+from dspark_hf.loading.chat_template import read_jsonl
+from dspark_hf.loading.pairs import (
+    DEFAULT_DRAFTER,
+    DEFAULT_TARGET,
+    KnownDrafter,
+    find_drafter,
+    known_drafters,
+    load_drafter,
+)
+from dspark_hf.publishing.convert import convert
 
 ROOT = Path(__file__).parents[1]
 QWEN4, QWEN8, QWEN14 = (f"deepseek-ai/dspark_qwen3_{size}_block7" for size in ("4b", "8b", "14b"))
@@ -38,75 +46,34 @@ def offline(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
+COPIES = {
+    QWEN4: """Qwen/Qwen3-4B Qwen3-4B qwen/qwen3-4b Qwen/Qwen3-4B-AWQ Qwen/Qwen3-4B-FP8 Qwen/Qwen3-4B-GGUF
+        Qwen/Qwen3-4B-MLX-4bit Qwen/Qwen3-4B-MLX-bf16 JunHowie/Qwen3-4B-GPTQ-Int4 unsloth/Qwen3-4B-unsloth-bnb-4bit
+        unsloth/Qwen3-4B-bnb-4bit bartowski/Qwen_Qwen3-4B-GGUF models/Qwen3-4B-Q4_K_M.gguf
+        models/Qwen3-4B-UD-IQ2_XXS.gguf mlx-community/Qwen3-4B-8bit mlx-community/Qwen3-4B-4bit-DWQ
+        RedHatAI/Qwen3-4B-quantized.w4a16""",
+    QWEN8: """RedHatAI/Qwen3-8B-FP8-dynamic RedHatAI/Qwen3-8B-FP8_dynamic RedHatAI/Qwen3-8B-FP8-BLOCK nvidia/Qwen3-8B-FP4
+        nvidia/Qwen3-8B-NVFP4 pytorch/Qwen3-8B-INT8-INT4 Intel/Qwen3-8B-int4-AutoRound-inc""",
+    QWEN14: "Qwen/Qwen3-14B someone/Qwen3-14B-exl3-4.25bpw someone/Qwen3-14B-GPTQ-4bit-128g",
+    GEMMA: "google/gemma-4-12B-it google/gemma-4-12B-it-qat-q4_0-gguf unsloth/gemma-4-12b-it-GGUF",
+    DEFAULT_DRAFTER: "HuggingFaceTB/SmolLM2-135M-Instruct HuggingFaceTB/SmolLM2-135M-Instruct-GGUF",
+}
+OTHERS = """Qwen/Qwen3-4B-Base unsloth/Qwen3-4B-Base-bnb-4bit Qwen/Qwen3-4B-Instruct-2507 Qwen/Qwen3-4B-Thinking-2507-FP8
+    unsloth/Qwen3-4B-128K-GGUF Qwen/Qwen3-4B-SafeRL Qwen/Qwen3-Embedding-4B Qwen/Qwen3-VL-4B-Instruct
+    huihui-ai/Huihui-Qwen3-4B-abliterated deepseek-ai/DeepSeek-R1-0528-Qwen3-8B Qwen/Qwen3-0.6B Qwen/Qwen3-4Bit
+    Qwen/Qwen3-48B Qwen/Qwen2.5-14B google/gemma-4-12B google/gemma-4-12B-pt-it google/gemma-3-12b-it
+    HuggingFaceTB/SmolLM2-135M HuggingFaceTB/SmolLM2-360M-Instruct Qwen3-4B/checkpoint-7 Qwen/Qwen3-4B-AWQ-mine
+    deepseek-ai/dspark_qwen3_4b_block7"""
+
+
 @pytest.mark.parametrize(
-    ("name", "drafter"),
-    [
-        ("Qwen/Qwen3-4B", QWEN4),
-        ("Qwen3-4B", QWEN4),
-        ("qwen/qwen3-4b", QWEN4),
-        ("Qwen/Qwen3-4B-AWQ", QWEN4),
-        ("Qwen/Qwen3-4B-FP8", QWEN4),
-        ("Qwen/Qwen3-4B-GGUF", QWEN4),
-        ("Qwen/Qwen3-4B-MLX-4bit", QWEN4),
-        ("Qwen/Qwen3-4B-MLX-bf16", QWEN4),
-        ("JunHowie/Qwen3-4B-GPTQ-Int4", QWEN4),
-        ("unsloth/Qwen3-4B-unsloth-bnb-4bit", QWEN4),
-        ("unsloth/Qwen3-4B-bnb-4bit", QWEN4),
-        ("bartowski/Qwen_Qwen3-4B-GGUF", QWEN4),
-        ("models/Qwen3-4B-Q4_K_M.gguf", QWEN4),
-        ("models/Qwen3-4B-UD-IQ2_XXS.gguf", QWEN4),
-        ("mlx-community/Qwen3-4B-8bit", QWEN4),
-        ("mlx-community/Qwen3-4B-4bit-DWQ", QWEN4),
-        ("RedHatAI/Qwen3-4B-quantized.w4a16", QWEN4),
-        ("RedHatAI/Qwen3-8B-FP8-dynamic", QWEN8),
-        ("RedHatAI/Qwen3-8B-FP8_dynamic", QWEN8),
-        ("RedHatAI/Qwen3-8B-FP8-BLOCK", QWEN8),
-        ("nvidia/Qwen3-8B-FP4", QWEN8),
-        ("nvidia/Qwen3-8B-NVFP4", QWEN8),
-        ("pytorch/Qwen3-8B-INT8-INT4", QWEN8),
-        ("Intel/Qwen3-8B-int4-AutoRound-inc", QWEN8),
-        ("Qwen/Qwen3-14B", QWEN14),
-        ("someone/Qwen3-14B-exl3-4.25bpw", QWEN14),
-        ("someone/Qwen3-14B-GPTQ-4bit-128g", QWEN14),
-        ("google/gemma-4-12B-it", GEMMA),
-        ("google/gemma-4-12B-it-qat-q4_0-gguf", GEMMA),
-        ("unsloth/gemma-4-12b-it-GGUF", GEMMA),
-        ("HuggingFaceTB/SmolLM2-135M-Instruct", DEFAULT_DRAFTER),
-        ("HuggingFaceTB/SmolLM2-135M-Instruct-GGUF", DEFAULT_DRAFTER),
-    ],
+    ("name", "drafter"), [(n, drafter) for drafter, names in COPIES.items() for n in names.split()]
 )
 def test_quantised_copies_have_the_same_drafter(name, drafter):
     assert find_drafter(name).drafter == drafter
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "Qwen/Qwen3-4B-Base",
-        "unsloth/Qwen3-4B-Base-bnb-4bit",
-        "Qwen/Qwen3-4B-Instruct-2507",
-        "Qwen/Qwen3-4B-Thinking-2507-FP8",
-        "unsloth/Qwen3-4B-128K-GGUF",
-        "Qwen/Qwen3-4B-SafeRL",
-        "Qwen/Qwen3-Embedding-4B",
-        "Qwen/Qwen3-VL-4B-Instruct",
-        "huihui-ai/Huihui-Qwen3-4B-abliterated",
-        "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B",
-        "Qwen/Qwen3-0.6B",
-        "Qwen/Qwen3-4Bit",
-        "Qwen/Qwen3-48B",
-        "Qwen/Qwen2.5-14B",
-        "google/gemma-4-12B",
-        "google/gemma-4-12B-pt-it",
-        "google/gemma-3-12b-it",
-        "HuggingFaceTB/SmolLM2-135M",
-        "HuggingFaceTB/SmolLM2-360M-Instruct",
-        "Qwen3-4B/checkpoint-7",
-        "Qwen/Qwen3-4B-AWQ-mine",
-        "deepseek-ai/dspark_qwen3_4b_block7",
-        "",
-    ],
-)
+@pytest.mark.parametrize("name", [*OTHERS.split(), ""])
 def test_other_models_have_none(name):
     with pytest.raises(ValueError, match="No drafter is known") as refused:
         find_drafter(name)
@@ -164,7 +131,7 @@ def test_a_shape_alone_is_only_a_hint(tmp_path):
 
 def test_the_name_that_a_config_states(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    monkeypatch.setattr(finding.logger, "propagate", True)
+    monkeypatch.setattr(pairs.logger, "propagate", True)
     config = QWEN4_CONFIG | {"quantization_config": {"quant_method": "awq"}, "_name_or_path": "/data/Qwen3-4B"}
     with caplog.at_level(logging.WARNING):
         assert find_drafter(folder_of(tmp_path / "mine", config)).drafter == QWEN4
@@ -189,19 +156,8 @@ def known(tmp_path, monkeypatch):
     make_tokenizer().save_pretrained(tmp_path / "Tiny-1B")
     make_drafter(target).save_pretrained(tmp_path / "drafter")
     entry = KnownDrafter("me/Tiny-1B", str(tmp_path / "drafter"), "dspark", "mit", "tiny", "llama", 32, 4, 24)
-    monkeypatch.setattr(finding, "known_drafters", lambda: (entry,))
+    monkeypatch.setattr(pairs, "known_drafters", lambda: (entry,))
     return tmp_path
-
-
-def run(monkeypatch, capsys, *arguments) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["dspark-hf", *map(str, arguments)])
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as done:
-        code = int(done.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def test_for_target(known):
@@ -242,7 +198,7 @@ def test_for_target_without_the_package(monkeypatch):
 
 @pytest.mark.parametrize("flag", [[], ["--drafter", "auto"]], ids=["default", "auto"])
 @pytest.mark.parametrize("command", ["generate", "batch", "race", "bench", "profile", "calibrate", "eval"])
-def test_auto_is_the_known_drafter(command, flag, known, monkeypatch, capsys, tmp_path):
+def test_auto_is_the_known_drafter(command, flag, known, run, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"w5 w{6 + i}", "domain": "chat"}) for i in range(4)))
     options = {
@@ -254,7 +210,7 @@ def test_auto_is_the_known_drafter(command, flag, known, monkeypatch, capsys, tm
         "calibrate": ["--prompts", prompts, "--max-new-tokens", 8],
         "eval": ["--prompts", prompts, "--max-new-tokens", 8, "--report", tmp_path / "report"],
     }[command]
-    code, _, err = run(monkeypatch, capsys, command, "--target", known / "Tiny-1B", *options, *flag)
+    code, _, err = run(command, "--target", known / "Tiny-1B", *options, *flag)
     assert code == 0, err
     if command == "calibrate":  # into the found drafter's own folder
         assert "confidence_temperatures" in (known / "drafter" / "config.json").read_text()
@@ -263,7 +219,7 @@ def test_auto_is_the_known_drafter(command, flag, known, monkeypatch, capsys, tm
 
 
 @pytest.mark.parametrize("command", ["generate", "batch", "race", "bench", "profile", "calibrate", "eval", "serve"])
-def test_unknown_target_is_refused_before_it_is_loaded(command, known, monkeypatch, capsys, tmp_path):
+def test_unknown_target_is_refused_before_it_is_loaded(command, known, run, tmp_path):
     (known / "Tiny-1B").rename(known / "Tiny-1B-Base")
     (known / "Tiny-1B-Base" / "model.safetensors").unlink()
     prompts = tmp_path / "prompts.jsonl"
@@ -274,7 +230,7 @@ def test_unknown_target_is_refused_before_it_is_loaded(command, known, monkeypat
             pytest.importorskip(module)
         with socket.create_server(("127.0.0.1", 0)) as free:
             more = ["--port", free.getsockname()[1]]
-    code, _, err = run(monkeypatch, capsys, command, "--target", known / "Tiny-1B-Base", *more)
+    code, _, err = run(command, "--target", known / "Tiny-1B-Base", *more)
     assert code == 2
     assert "shape is that of me/Tiny-1B" in err
     assert f"dspark-hf train --target {known / 'Tiny-1B-Base'} --prompts prompts.jsonl --output my-drafter" in err
@@ -285,26 +241,49 @@ def test_unknown_target_is_refused_before_it_is_loaded(command, known, monkeypat
     ("target", "message"),
     [("./nowhere", "No target at ./nowhere"), ("someone/unheard-of", "hf download someone/unheard-of")],
 )
-def test_auto_for_a_target_that_is_not_there(target, message, monkeypatch, capsys):
-    code, _, err = run(monkeypatch, capsys, "generate", "--prompt", "w5", "--target", target)
+def test_auto_for_a_target_that_is_not_there(target, message, run):
+    code, _, err = run("generate", "--prompt", "w5", "--target", target)
     assert (code, message in err) == (2, True)
 
 
-def test_found_drafter_that_does_not_fit_is_refused(known, monkeypatch, capsys):
-    entry = replace(finding.known_drafters()[0], drafter=str(known / "other"))
+@pytest.mark.parametrize("drafter", [[], ["--drafter", "DIR"]], ids=["auto", "named"])
+@pytest.mark.parametrize("packaging", ["dspark", "deepspec", "speculators"])
+def test_a_drafter_as_target_is_refused(packaging, drafter, known, run):
+    folder = known / "drafter"
+    if packaging != "dspark":
+        convert(str(folder), known / packaging, packaging, str(known / "Tiny-1B"))
+        folder = known / packaging
+    named = [known / "drafter" if part == "DIR" else part for part in drafter]
+    code, _, err = run("generate", "--prompt", "w5", "--target", folder, *named)
+    assert code == 2
+    assert "is a drafter" in err and "not a target" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_prompts_that_are_not_utf_8(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes('\ufeff{"prompt": "hé"}\n'.encode() + '{"prompt": "hé"}\n'.encode("latin-1"))
+    lines = read_jsonl(file)
+    assert next(lines) == (1, {"prompt": "hé"})
+    with pytest.raises(ValueError, match=r"prompts.jsonl, line 2: not UTF-8"):
+        next(lines)
+
+
+def test_found_drafter_that_does_not_fit_is_refused(known, monkeypatch, run):
+    entry = replace(pairs.known_drafters()[0], drafter=str(known / "other"))
     make_drafter(make_target(vocab_size=30)).save_pretrained(known / "other")
-    monkeypatch.setattr(finding, "known_drafters", lambda: (entry,))
-    code, _, err = run(monkeypatch, capsys, "generate", "--prompt", "w5", "--target", known / "Tiny-1B")
+    monkeypatch.setattr(pairs, "known_drafters", lambda: (entry,))
+    code, _, err = run("generate", "--prompt", "w5", "--target", known / "Tiny-1B")
     assert (code, "vocab_size 30" in err) == (2, True)
 
 
-def test_drafters_command(monkeypatch, capsys):
-    code, out, _ = run(monkeypatch, capsys, "drafters")
+def test_drafters_command(run):
+    code, out, _ = run("drafters")
     assert code == 0
     assert "Qwen/Qwen3-4B" in out and DEFAULT_DRAFTER in out
-    code, out, _ = run(monkeypatch, capsys, "drafters", "--json")
+    code, out, _ = run("drafters", "--json")
     assert [entry["target"] for entry in json.loads(out)] == [k.target for k in known_drafters()]
-    code, out, _ = run(monkeypatch, capsys, "drafters", "--help")
+    code, out, _ = run("drafters", "--help")
     assert "Example: dspark-hf drafters" in out
 
 
@@ -312,19 +291,8 @@ def test_the_list_is_in_the_wheel(tmp_path):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "dspark_hf", tmp_path / "dspark_hf", ignore=shutil.ignore_patterns("__pycache__"))
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-q",
-        "-w",
-        tmp_path,
-        tmp_path,
-    ]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=150)
+    wheel = ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path), str(tmp_path)]
+    done = subprocess.run([sys.executable, *wheel], capture_output=True, text=True, timeout=150)
     if "setuptools" in done.stderr:
         pytest.skip("no setuptools here that builds this package")
     assert done.returncode == 0, done.stderr

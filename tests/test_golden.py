@@ -252,7 +252,7 @@ def test_batch_engine_accepts_as_much(folder, target_name, file, targets):
     """The engine attends by itself: windows, causal blocks and Gemma's unscaled attention must come out the same."""
     target, drafter, prompts = targets[target_name], load(folder, targets), prompts_of(record(file), target_name)
     settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    drafter.admission = FixedLength(drafter.config.num_draft_tokens)
+    drafter.options.policy = FixedLength(drafter.config.num_draft_tokens)
     alone = []
     for ids in prompts:
         output = target.generate(torch.tensor([ids]), assistant_model=drafter, **settings)

@@ -8,7 +8,7 @@ from conftest import make_drafter, make_target, prompt_ids
 from torch import nn
 
 from dspark_hf import generate_batch
-from dspark_hf.loading.finding import find_drafter
+from dspark_hf.loading.pairs import find_drafter
 
 peft = pytest.importorskip("peft")
 

@@ -16,8 +16,14 @@ from dspark_hf.doctor.examine import examine
 from dspark_hf.doctor.probe import probe_texts
 from dspark_hf.evaluation.prompt_sets import first_of_each_domain, load_conversations
 from dspark_hf.loading.chat_template import encode_messages
-from dspark_hf.loading.finding import DEFAULT_DRAFTER, drafter_folder
-from dspark_hf.loading.pairs import DEFAULT_TARGET, load_drafter, load_target, resolve_target
+from dspark_hf.loading.pairs import (
+    DEFAULT_DRAFTER,
+    DEFAULT_TARGET,
+    drafter_folder,
+    load_drafter,
+    load_target,
+    resolve_target,
+)
 from dspark_hf.model.configuration_dspark import CALIBRATION_FIELDS
 
 

@@ -9,8 +9,8 @@ import torch
 from conftest import make_drafter, make_target, make_tokenizer
 from test_losslessness import enumerate_draws
 
-from dspark_hf import ConfidenceThreshold, FixedLength
-from dspark_hf.decoding import sampling
+from dspark_hf import ConfidenceThreshold, DraftingOptions, FixedLength
+from dspark_hf.decoding import acceptance
 from dspark_hf.evaluation import replay as replay_module
 from dspark_hf.evaluation.prompt_sets import Conversation
 from dspark_hf.evaluation.questions import DecodingOptions
@@ -100,7 +100,7 @@ def test_sampled_rounds_have_the_distribution_of_real_decoding(policy, arguments
     drafter = make_drafter(model, seed=6, draft_vocab_size=2 if reduced else None, bind=False, **form)
     if reduced:
         drafter.set_draft_vocabulary(torch.tensor([0, end]))
-    drafter.admission, drafter.skinny_linear, drafter.top_candidates = policy, False, top
+    drafter.options = DraftingOptions(policy=policy, skinny_linear=False, top_candidates=top)
     ids = torch.tensor([[0, 1, 1, 0]])
     options = DecodingOptions(horizon, arguments.get("temperature", 1.0), arguments.get("top_p", 1.0))
     enumerator = enumerate_draws(monkeypatch)
@@ -206,7 +206,7 @@ def test_draws_of_replay_are_not_those_of_the_text(monkeypatch):
     target, drafters = make_pairs(seed=1)
     options, talks = DecodingOptions(9, 1.0), conversations(3)
     seeds: dict[str, set[int]] = {"text": set(), "replay": set()}
-    real_add, real_flip = replay_module.BatchEngine.add, sampling.flip
+    real_add, real_flip = replay_module.BatchEngine.add, acceptance.flip
 
     def add(engine, *args, seed, **settings):
         seeds["text"].add(seed)
@@ -218,7 +218,7 @@ def test_draws_of_replay_are_not_those_of_the_text(monkeypatch):
 
     monkeypatch.setattr(replay_module.BatchEngine, "add", add)
     texts = decode_texts(target, talks, options)
-    monkeypatch.setattr(sampling, "flip", flip)
+    monkeypatch.setattr(acceptance, "flip", flip)
     replay_all(target, drafters, talks, texts, options, "full", dict.fromkeys(drafters))
     assert len(seeds["text"]) == len(seeds["replay"]) == 5
     # On a CPU only the low 32 bits of a seed count.

@@ -16,7 +16,6 @@ from conftest import make_drafter, make_target, make_tokenizer
 
 from dspark_hf import BatchEngine, FixedLength
 from dspark_hf.loading.pairs import Target
-from dspark_hf.scheduling.batch import PerRequest
 from dspark_hf.serving.api import ServerLimits, make_app
 from dspark_hf.serving.text import TextStream
 
@@ -60,9 +59,7 @@ def make_server(**limits) -> Running:
     torch.set_num_threads(1)
     target = make_target(dtype=torch.float32, max_position_embeddings=2048)
     target.generation_config.eos_token_id = None
-    engine = BatchEngine(
-        target, make_drafter(target), max_sequences=4, policy=PerRequest(FixedLength(2)), keep_finished=2
-    )
+    engine = BatchEngine(target, make_drafter(target), max_sequences=4, policy=FixedLength(2), keep_finished=2)
     served = Target(NAME, target, make_tokenizer())
     return Running(
         make_app(served, engine, KEY, ServerLimits(**{"body_bytes": 50_000, "answer_tokens": 1500} | limits))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..loading.pairs import AUTO, DEFAULT_TARGET
+from ..loading import AUTO, DEFAULT_TARGET
 from .app import DeviceOption, DrafterOption, DtypeOption, TargetOption, app, out
 
 
@@ -24,7 +24,6 @@ def doctor(
 ) -> None:
     """Check that a drafter fits its target and is read rightly; exit code 1 where a check failed."""
     from ..doctor.examine import examine
-    from ..doctor.report import report_table, verdict
     from ..loading.pairs import choose_drafter, load_target
 
     drafter = choose_drafter(drafter, target)
@@ -32,7 +31,7 @@ def doctor(
     if json_output:
         out.print_json(data=report.to_dict())
     else:
-        out.print(report_table(report))
-        out.print(verdict(report), highlight=False, soft_wrap=True)
+        out.print(report.table())
+        out.print(report.verdict(), highlight=False, soft_wrap=True)
     if not report.is_healthy:
         raise typer.Exit(1)

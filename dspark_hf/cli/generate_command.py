@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from ..loading.finding import AUTO
-from ..loading.pairs import DEFAULT_TARGET
+from ..loading import AUTO, DEFAULT_TARGET
 from .app import DeviceOption, DrafterOption, DtypeOption, TargetOption, app, at_least, err, out, writable_file
 
 

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..loading.finding import AUTO
-from ..loading.pairs import DEFAULT_TARGET
+from ..loading import AUTO, DEFAULT_TARGET
 from .app import (
     DeviceOption,
     DrafterOption,

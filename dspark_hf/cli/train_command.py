@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..loading.pairs import DEFAULT_TARGET
+from ..loading import DEFAULT_TARGET
 from .app import DeviceOption, TargetOption, app, err, numbers, out
 
 

@@ -1,21 +1,25 @@
-"""What the probe and the step rates mean, in words.
-
-Owns: acceptance, layout, tap offset, rope base, draft vocabulary and speed as checks. Does not own: the probe (`probe`), the
-step rates (`scheduling.step_rates`).
-"""
+"""What the doctor says: checks with a verdict, as a table and as JSON, and what the probe and the step rates mean in words."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
 
 from ..scheduling.step_costs import StepRates
-from .probe import Comparison, ProbeResult
-from .report import FAILED, OK, SKIPPED, WARNING, Check
+from .probe import ProbeResult, Reading
 
+OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"
 PROBED = ("acceptance", "anchor layout", "tap offset", "rope base", "draft vocabulary")
+SPEED = "speculation pays"
+_STYLES = {OK: "green", WARNING: "yellow", FAILED: "red", SKIPPED: "dim"}
 _NEXT_TO_NOTHING = 0.1  # accepted tokens of a block: a round then is a plain step that cost a draft
 _LOW_COVERAGE, _NO_COVERAGE = 0.85, 0.6
-_DEPTH = 256  # context tokens that speed is told for
+_DEPTH = 256  # context tokens that speed is said for
 _KINDS = {
     "layout": ("anchor layout", "sample_from_anchor"),
     "taps": ("tap offset", "target_layer_ids"),
@@ -23,13 +27,78 @@ _KINDS = {
 }
 
 
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at: `found` in a sentence, `advice` where something is to be done, `details` for programs."""
+
+    name: str
+    status: str
+    found: str
+    advice: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Report:
+    """All checks of a pair, in the order in which they were made."""
+
+    target: str
+    drafter: str
+    checks: list[Check]
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether no check failed; warnings are allowed."""
+        return not self._named(FAILED)
+
+    def check(self, name: str) -> Check:
+        """The check of that name."""
+        return next(check for check in self.checks if check.name == name)
+
+    def verdict(self) -> str:
+        """The whole in one line."""
+        if failed := self._named(FAILED):
+            return f"Not healthy: {', '.join(failed)}."
+        warned = self._named(WARNING)
+        return f"Healthy, but look at {', '.join(warned)}." if warned else "Healthy."
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON output, which has no infinity and no NaN: they are `None`."""
+        checks = [_plain(asdict(check)) for check in self.checks]
+        return {"target": self.target, "drafter": self.drafter, "healthy": self.is_healthy, "checks": checks}
+
+    def table(self) -> Table:
+        """Check, result, what was found and what to do."""
+        table = Table(title=f"{self.drafter} for {self.target}", title_justify="left")
+        for heading in ("check", "result", "found", "what to do"):
+            table.add_column(heading, overflow="fold", no_wrap=heading in ("check", "result"))
+        for check in self.checks:
+            table.add_row(check.name, Text(check.status, _STYLES[check.status]), Text(check.found), Text(check.advice))
+        return table
+
+    def _named(self, status: str) -> list[str]:
+        return [check.name for check in self.checks if check.status == status]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def skipped(names: Sequence[str], why: str) -> list[Check]:
+    """Checks that can't be made, or were not asked for."""
+    return [Check(name, SKIPPED, why) for name in names]
+
+
 def probed(result: ProbeResult) -> list[Check]:
     """The checks of a probe; of several better readings the best one fails, as it may explain the others."""
-    best = result.best
-    return [_acceptance(result, best), *(_reading(result, kind, best) for kind in _KINDS), _vocabulary(result)]
+    return [_acceptance(result), *(_reading(result, kind) for kind in _KINDS), _vocabulary(result)]
 
 
-def _acceptance(result: ProbeResult, best: Comparison | None) -> Check:
+def _acceptance(result: ProbeResult) -> Check:
     configured = result.configured
     details = {
         "acceptance": configured.acceptance,
@@ -39,65 +108,64 @@ def _acceptance(result: ProbeResult, best: Comparison | None) -> Check:
     }
     found = (
         f"as configured a block has {configured.accepted_tokens:.2f} tokens accepted (greedy, {result.tokens} tokens of the "
-        f"target's answers); a drafted token stands with probability {configured.acceptance:.3f}"
+        f"target's answers); a drafted token is accepted with probability {configured.acceptance:.3f}"
     )
     if configured.accepted_tokens >= _NEXT_TO_NOTHING:
         return Check("acceptance", OK, found, details=details)
-    if best is not None:
-        return Check("acceptance", FAILED, f"Next to nothing: {found}.", f"Read it as {best.reading.name}.", details)
+    if result.best is not None:
+        advice = f"Read it as {result.best.name}."
+        return Check("acceptance", FAILED, f"Next to nothing: {found}.", advice, details)
+    advice = (
+        "The drafter is another target's, or its vocabulary or weights are damaged. Use the target it was trained for."
+    )
     return Check(
-        "acceptance",
-        FAILED,
-        f"Next to nothing, under every reading that was tried: {found}.",
-        "The drafter is another target's, or its vocabulary or weights are damaged. Use the target it was trained for.",
-        details,
+        "acceptance", FAILED, f"Next to nothing, under every reading that was tried: {found}.", advice, details
     )
 
 
-def _reading(result: ProbeResult, kind: str, best: Comparison | None) -> Check:
+def _reading(result: ProbeResult, kind: str) -> Check:
     name, key = _KINDS[kind]
-    others = [other for other in result.others if other.reading.kind == kind]
+    others = [other for other in result.others if other.kind == kind]
     if not others:
         return Check(name, SKIPPED, "no other reading is possible")
-    details = {
-        "configured": result.configured.acceptance,
-        "others": [
-            {
-                "reading": other.reading.name,
-                "acceptance": other.acceptance,
-                "accepted_tokens": other.accepted_tokens,
-                "gain": other.gain,
-                "standard_error": other.error,
-                "better": other.is_better,
-            }
-            for other in others
-        ],
-    }
-    top = best if best in others else max(others, key=lambda other: other.gain)
-    if top is not best and not top.is_better:
-        tried = ", ".join(f"{other.reading.name} {other.acceptance:.3f}" for other in others)
-        return Check(name, OK, f"{result.configured.acceptance:.3f} as configured; no better: {tried}", details=details)
+    described = [
+        {
+            "reading": other.name,
+            "acceptance": other.acceptance,
+            "accepted_tokens": other.accepted_tokens,
+            "gain": other.gain,
+            "standard_error": other.error,
+            "better": other.is_better,
+        }
+        for other in others
+    ]
+    now = result.configured.acceptance
+    details = {"configured": now, "others": described}
+    top: Reading = max(others, key=lambda other: (other is result.best, other.gain))
+    if top is not result.best and not top.is_better:
+        tried = ", ".join(f"{other.name} {other.acceptance:.3f}" for other in others)
+        return Check(name, OK, f"{now:.3f} as configured; no better: {tried}", details=details)
     found = (
-        f"{top.reading.name} fits these weights better: a drafted token stands with probability {top.acceptance:.3f} instead "
-        f"of {result.configured.acceptance:.3f} ({top.gain / top.error:.0f} standard errors)."
+        f"{top.name} fits these weights better: a drafted token is accepted with probability {top.acceptance:.3f} instead of "
+        f"{now:.3f} ({top.gain / top.error:.0f} standard errors)."
     )
-    if top is best:
-        return Check(
-            name, FAILED, found, f"Change {key} in the drafter's config, or as from_pretrained({key}=...).", details
-        )
-    return Check(name, WARNING, found, "Something else is further off: put that right first.", details)
+    if top is not result.best:
+        return Check(name, WARNING, found, "Something else is further off: put that right first.", details)
+    return Check(
+        name, FAILED, found, f"Change {key} in the drafter's config, or as from_pretrained({key}=...).", details
+    )
 
 
 def _vocabulary(result: ProbeResult) -> Check:
-    details = {"coverage": result.coverage}
+    name, details = "draft vocabulary", {"coverage": result.coverage}
     found = f"holds {result.coverage:.1%} of the tokens of the target's answers"
     if result.coverage >= _LOW_COVERAGE:
-        return Check("draft vocabulary", OK, found, details=details)
+        return Check(name, OK, found, details=details)
     advice = "Tokens outside it are never drafted. Check d2t (offsets: target id = draft id + d2t[draft id])."
-    return Check("draft vocabulary", FAILED if result.coverage < _NO_COVERAGE else WARNING, found, advice, details)
+    return Check(name, FAILED if result.coverage < _NO_COVERAGE else WARNING, found, advice, details)
 
 
-def speed(rates: StepRates, accepted_by_drafted: Sequence[float]) -> Check:
+def speed_check(rates: StepRates, accepted_by_drafted: Sequence[float]) -> Check:
     """Whether drafting a fixed number of tokens is expected to beat plain decoding with the same layers."""
     plain = 1.0 / rates.cost(1, _DEPTH)
     expected = {
@@ -117,5 +185,5 @@ def speed(rates: StepRates, accepted_by_drafted: Sequence[float]) -> Check:
         f"{plain:.1f}, {ratio:.2f}×"
     )
     if ratio > 1:
-        return Check("speculation pays", OK, found, details=details)
-    return Check("speculation pays", WARNING, found, "Decode plainly on this device, or use a better drafter.", details)
+        return Check(SPEED, OK, found, details=details)
+    return Check(SPEED, WARNING, found, "Decode plainly on this device, or use a better drafter.", details)

@@ -1,12 +1,10 @@
 """How much a drafter's guesses agree with its target as it is configured, and under other readings of the same weights.
 
-Owns: the texts to probe on, the other readings (layout, tapped layers, rope base), the agreement under each, when one is
-clearly better. Does not own: what is said about it (`checks`), the drafter's forward over a text (`training.step`).
 Axes: S tokens of one text, A anchors in it, γ positions, V_d draft vocabulary, m tapped layers.
 
 Nothing is decoded for a reading: the target answers a few prompts once, and at every third token of its answers the drafter
 makes a block with the answer so far. The sum of min(target's, drafter's probability) over the vocabulary is the probability that
-a drafted token stands (paper §2.1); it moves far less by chance than counted tokens do.
+a drafted token is accepted (paper §2.1); it moves far less by chance than counted tokens do.
 """
 
 from __future__ import annotations
@@ -30,44 +28,48 @@ from ..model.modeling_dspark import DSparkDraftModel, Qwen3RotaryEmbedding
 from ..training.corpus import Answer, AnswerPlan, Prompt, decode_answers
 from ..training.step import Batch, DraftTrainingStep, make_blocks
 
+BLOCK_FORMS = ("qwen3", "gemma4")
 ANSWER_TOKENS = 64
 _AT_ONCE = 12
-_STRIDE = 3  # tokens between anchors: neighbouring blocks tell almost the same
+_STRIDE = 3  # tokens between anchors: neighbouring blocks say almost the same
 _GROUP = 8  # blocks that follow each other count as one observation
 _ROPE_BASES = (1e4, 1e5, 1e6, 5e6)
 _LIKELY_ERRORS = 2.0
 _CLEAR_ERRORS, _CLEAR_GAIN = 3.5, 0.004  # a better reading gains so many standard errors, and so much acceptance
-BLOCK_FORMS = ("qwen3", "gemma4")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reading:
-    """One way to read a drafter's weights; `kind` is "configured", "layout", "taps" or "rope"."""
+    """One way to read a drafter's weights, and what it drafts at each anchor; `kind` is configured, layout, taps or rope.
+
+    probabilities: by text, [A, γ], that a drafted token is accepted; NaN beyond the text's end. accepted: by text, [A], how
+    many are accepted greedily. gain, error: acceptance above the configured reading's, and its standard error.
+    """
 
     kind: str
     name: str
     sample_from_anchor: bool
     target_layer_ids: tuple[int, ...]
     rope_parameters: dict[str, Any]
-
-
-@dataclass
-class Agreement:
-    """Of one reading, for each anchor: the probability that a drafted token stands [γ], how many did greedily."""
-
-    reading: Reading
-    probabilities: list[torch.Tensor] = field(default_factory=list)  # each [A, γ], NaN beyond the text's end
-    accepted: list[torch.Tensor] = field(default_factory=list)  # each [A]
+    probabilities: list[torch.Tensor] = field(default_factory=list)
+    accepted: list[torch.Tensor] = field(default_factory=list)
+    gain: float = 0.0
+    error: float = float("inf")
 
     @property
     def acceptance(self) -> float:
-        """Mean probability that a drafted token stands where all before it did."""
+        """Mean probability that a drafted token is accepted where all before it were."""
         return float(torch.cat(self.probabilities).nanmean())
 
     @property
     def accepted_tokens(self) -> float:
-        """Mean number of tokens of a block that stand in greedy decoding."""
+        """Mean number of tokens of a block that are accepted in greedy decoding."""
         return float(torch.cat(self.accepted).float().mean())
+
+    @property
+    def is_better(self) -> bool:
+        """Whether it is clearly better than the configured one."""
+        return self.gain > max(_CLEAR_ERRORS * self.error, _CLEAR_GAIN)
 
     def prefix_lengths(self) -> list[float]:
         """Mean number of accepted tokens where 1, 2, ... γ are drafted; blocks at the text's end are left out."""
@@ -77,35 +79,33 @@ class Agreement:
         longest = self.probabilities[0].shape[1]
         return [float(accepted.clamp(max=k).float().mean()) for k in range(1, longest + 1)]
 
-
-@dataclass(frozen=True)
-class Comparison:
-    """How another reading's acceptance differs from the configured one's: in all, and its standard error."""
-
-    reading: Reading
-    acceptance: float
-    accepted_tokens: float
-    gain: float
-    error: float
-    is_better: bool
+    def compare(self, configured: Reading) -> None:
+        """Paired over anchors, at the positions that both readings draft; neighbouring blocks are one observation."""
+        gains = []
+        for ours, theirs in zip(configured.probabilities, self.probabilities, strict=True):
+            shared = min(ours.shape[1], theirs.shape[1])
+            difference = (theirs[:, :shared] - ours[:, :shared]).nanmean(-1)
+            gains += [float(part.mean()) for part in difference.split(_GROUP)]
+        values = torch.tensor(gains)
+        self.gain = float(values.mean())
+        self.error = float(values.std() / len(values) ** 0.5) if len(values) > 1 else float("inf")
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """`coverage`: share of the answers' tokens that the draft vocabulary holds."""
+    """All readings compared; `coverage`: share of the answers' tokens that the draft vocabulary holds."""
 
-    configured: Agreement
-    others: list[Comparison]
+    configured: Reading
+    others: list[Reading]
     coverage: float
     tokens: int
 
     @property
-    def best(self) -> Comparison | None:
+    def best(self) -> Reading | None:
         """The reading that gains most, where any is clearly better: what is further off blurs what is less so."""
         if not any(other.is_better for other in self.others):
             return None
-        likely = [other for other in self.others if other.gain > _LIKELY_ERRORS * other.error]
-        return max(likely, key=lambda other: other.gain)
+        return max((o for o in self.others if o.gain > _LIKELY_ERRORS * o.error), key=lambda other: other.gain)
 
 
 def probe_texts(target: Target) -> list[Answer]:
@@ -123,20 +123,22 @@ def readings(target: PreTrainedModel, drafter: DSparkDraftModel) -> list[Reading
     """The configured reading first, then those that differ from it in one thing."""
     config = drafter.config
     taps, rope = tuple(config.target_layer_ids), dict(config.rope_parameters)
-    own = Reading("configured", "as configured", config.sample_from_anchor, taps, rope)
-    found = [own]
+
+    def reading(kind: str, name: str, **changed: Any) -> Reading:
+        own = Reading(kind, name, config.sample_from_anchor, taps, rope)
+        return replace(own, probabilities=[], accepted=[], **changed)
+
+    found = [reading("configured", "as configured")]
     if config.block_size > 1:
         name = "fill-in" if config.sample_from_anchor else "anchor-first"
-        found.append(replace(own, kind="layout", name=name, sample_from_anchor=not config.sample_from_anchor))
+        found.append(reading("layout", name, sample_from_anchor=not config.sample_from_anchor))
     last = target.config.get_text_config().num_hidden_layers - 2
     for step in (-1, 1):
         moved = tuple(i + step for i in taps)
         if min(moved) >= -1 and max(moved) <= last:
-            found.append(replace(own, kind="taps", name=f"target_layer_ids {list(moved)}", target_layer_ids=moved))
+            found.append(reading("taps", f"target_layer_ids {list(moved)}", target_layer_ids=moved))
     for base in sorted({*_ROPE_BASES, *rope_bases(target)} - {float(rope["rope_theta"])}):
-        found.append(
-            replace(own, kind="rope", name=f"rope_theta {base:.0f}", rope_parameters=rope | {"rope_theta": base})
-        )
+        found.append(reading("rope", f"rope_theta {base:.0f}", rope_parameters=rope | {"rope_theta": base}))
     return found
 
 
@@ -155,7 +157,7 @@ def _read_as(drafter: DSparkDraftModel, reading: Reading) -> Iterator[None]:
         config.sample_from_anchor, config.rope_parameters, drafter.rotary_emb = before
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def probe(target: PreTrainedModel, drafter: DSparkDraftModel, texts: Sequence[Answer]) -> ProbeResult:
     """Compare all readings of a block drafter on the target's answers.
 
@@ -165,25 +167,20 @@ def probe(target: PreTrainedModel, drafter: DSparkDraftModel, texts: Sequence[An
     texts = [text for text in texts if len(text.response_ids) > 1]
     if not texts:
         raise ValueError("The target's answers have fewer than two tokens each, too few to probe on.")
-    agreements = [Agreement(reading) for reading in readings(target, drafter)]
-    layers = sorted({i for a in agreements for i in a.reading.target_layer_ids})
+    configured, *others = every = readings(target, drafter)
+    layers = sorted({i for reading in every for i in reading.target_layer_ids})
     step = DraftTrainingStep(drafter).to(drafter.device)
-    with tqdm(total=len(texts), desc="probing", unit="text", leave=False, disable=None) as bar:
-        for text in texts:
-            features, target_probs = _targets_side(target, drafter, text, layers)
-            for agreement in agreements:
-                context = torch.cat([features[i] for i in agreement.reading.target_layer_ids], dim=-1)
-                with _read_as(drafter, agreement.reading):
-                    _add_text(agreement, step, text, context, target_probs)
-            bar.update()
+    for text in tqdm(texts, desc="probing", unit="text", leave=False, disable=None):
+        features, target_probs = _targets_side(target, drafter, text, layers)
+        for reading in every:
+            context = torch.cat([features[i] for i in reading.target_layer_ids], dim=-1)
+            with _read_as(drafter, reading):
+                _add_text(reading, step, text, context, target_probs)
+    for other in others:
+        other.compare(configured)
     tokens = torch.tensor([i for text in texts for i in text.response_ids])
-    configured, *others = agreements
-    return ProbeResult(
-        configured,
-        [_compare(configured, other) for other in others],
-        float((step.to_draft.cpu()[tokens] >= 0).float().mean()),
-        len(tokens),
-    )
+    coverage = float((step.to_draft.cpu()[tokens] >= 0).float().mean())
+    return ProbeResult(configured, others, coverage, len(tokens))
 
 
 def _targets_side(
@@ -199,7 +196,7 @@ def _targets_side(
 
 
 def _add_text(
-    agreement: Agreement,
+    reading: Reading,
     step: DraftTrainingStep,
     text: Answer,
     context: torch.Tensor,  # [S, m * d_target]
@@ -215,21 +212,8 @@ def _add_text(
     hidden = step.block_hidden(Batch(ids, mask, context[None], nothing, nothing), blocks)[0]
     labels, valid = blocks.labels[0], blocks.valid[0]
     logits, _ = step.heads(hidden, blocks.input_ids[0, :, 0], labels)
-    stood = torch.minimum(logits.float().softmax(-1), target_probs[blocks.label_positions[0] - 1]).sum(-1)
-    agreement.probabilities.append(stood.masked_fill(~valid, torch.nan).cpu())
+    chances = torch.minimum(logits.float().softmax(-1), target_probs[blocks.label_positions[0] - 1]).sum(-1)
+    reading.probabilities.append(chances.masked_fill(~valid, torch.nan).cpu())
     # With the right tokens before it, a draft's leading run is what greedy drafting would have had accepted.
     right = (logits.argmax(-1) == step.to_draft[labels]) & valid
-    agreement.accepted.append(right.long().cumprod(-1).sum(-1).cpu())
-
-
-def _compare(configured: Agreement, other: Agreement) -> Comparison:
-    """Paired over anchors, at the positions that both readings draft; neighbouring blocks are one observation."""
-    gains = []
-    for ours, theirs in zip(configured.probabilities, other.probabilities, strict=True):
-        shared = min(ours.shape[1], theirs.shape[1])
-        difference = (theirs[:, :shared] - ours[:, :shared]).nanmean(-1)
-        gains += [float(part.mean()) for part in difference.split(_GROUP)]
-    values = torch.tensor(gains)
-    gain, error = float(values.mean()), float(values.std() / len(values) ** 0.5) if len(values) > 1 else float("inf")
-    is_better = gain > max(_CLEAR_ERRORS * error, _CLEAR_GAIN)
-    return Comparison(other.reading, other.acceptance, other.accepted_tokens, gain, error, is_better)
+    reading.accepted.append(right.long().cumprod(-1).sum(-1).cpu())

@@ -1,7 +1,4 @@
-"""Prompts as text: JSONL lines, chat messages, token ids.
-
-Owns: the accepted line forms, tokenisation with the chat template. Does not own: which prompts are used for what.
-"""
+"""Prompts as text: JSONL lines, chat messages, token ids."""
 
 from __future__ import annotations
 
@@ -17,14 +14,18 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict]]:
     path = Path(path)
     if not path.is_file():
         raise OSError(f"No such file: {path}. Give a JSONL file with one prompt a line.")
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = json.loads(line.decode("utf-8-sig"))
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error.msg}).") from None
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{path}, line {number}: not UTF-8 ({error.reason}). Save the file as UTF-8."
+                ) from None
             if not isinstance(record, dict):
                 raise ValueError(f"{path}, line {number}: expected a JSON object, got {type(record).__name__}.")
             yield number, record

@@ -1,14 +1,14 @@
-"""Files that are whole or not there at all, and where this package keeps its own.
-
-Owns: atomic writing, the cache folder, telling folders from Hub ids. Does not own: what the files mean.
-"""
+"""Files and folders that are whole or not there at all, and where this package keeps its own."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,18 @@ def write_json(data: Any, path: Path) -> None:
     write_text(json.dumps(data, indent=2) + "\n", path)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object in a file; {} where there is none, or the file is damaged."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stored if isinstance(stored, dict) else {}
+
+
 def holds_drafter(folder: Path) -> bool:
     """Whether a folder holds a drafter in this package's own form."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # none there, or damaged
-        return False
-    return isinstance(config, dict) and config.get("model_type") == "dspark"
+    return read_json(folder / "config.json").get("model_type") == "dspark"
 
 
 def refuse_other_models(folder: Path, option: str) -> None:
@@ -104,3 +109,18 @@ def reserve_space(path: Path, num_bytes: int, what: str) -> None:
         f"No room for {what} in {path.parent}: {num_bytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB are free. Make room "
         "and start again; what was finished is kept."
     )
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder to write into, which becomes `folder` (absent or empty) if the block ends well, and is gone if not."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", suffix=".tmp", dir=folder.parent))
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            file.chmod(0o644)
+        temporary.chmod(0o755)
+        os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

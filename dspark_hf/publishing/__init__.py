@@ -1,1 +1,1 @@
-"""Cards and publishing: what a drafter's folder needs on the Hub, and putting it there."""
+"""What a drafter's folder needs on the Hub, putting it there, and other forms of it."""

@@ -1,16 +1,10 @@
-"""Writing a drafter in the forms that other programs read.
+"""Writing a drafter in the forms that other programs read: their configs and tensors, and what each can't express.
 
-Owns: the configs and tensors of DeepSpec's and speculators' forms, what each can't express, a folder that is whole or not
-there. Does not own: reading them (`packagings_dspark`), our own form (`pretrained_dspark`).
-Axes: V target vocabulary, V_d draft vocabulary, d hidden size.
+Reading them is `model/packagings_dspark.py`'s. Axes: V target vocabulary, V_d draft vocabulary, d hidden size.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,31 +14,20 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..loading.files import new_folder, write_json
 from ..loading.pairs import load_drafter, load_model
 from ..model.configuration_dspark import CALIBRATION_FIELDS, DSparkConfig
 from ..model.modeling_dspark import DSparkDraftModel
 
 FORMS = ("dspark", "deepspec", "speculators")
 _SPECULATORS_VERSION = "0.9.0"
-_TARGETS_PARTS = ("embed_tokens.weight", "lm_head.weight")
-_SHAPE_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "attention_bias",
-    "attention_dropout",
-    "layer_types",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
+# Fields of our config that both other forms have by the same names: of the layers, and of the drafter.
+_LAYER_KEYS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "initializer_range", "rms_norm_eps"),
+    *("attention_bias", "attention_dropout", "layer_types", "pad_token_id", "bos_token_id", "eos_token_id"),
 )
+_DRAFTER_KEYS = ("block_size", "mask_token_id", "markov_rank", "markov_head_type", "enable_confidence_head")
 
 
 @dataclass(frozen=True)
@@ -60,7 +43,7 @@ class Written:
 class Conversion:
     """What was written where.
 
-    num_draft_tokens: γ, what an engine is told to draft a round. num_parameters: of the drafter, without what it shares with
+    num_draft_tokens: γ, what an engine is passed to draft a round. num_parameters: of the drafter, without what it shares with
     the target. lost: what the form has no place for.
     """
 
@@ -88,10 +71,8 @@ def convert(source: str, destination: Path, form: str, target_name: str | None =
     if target is not None:
         drafter.bind_target(target)
     name = target_name or drafter.config.target_model_name_or_path
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f"{destination.name}-", suffix=".tmp", dir=destination.parent))
-    try:
-        lost: list[str] = []
+    lost: list[str] = []
+    with new_folder(destination) as temporary:
         if form == "dspark":
             drafter.config.target_model_name_or_path = name
             drafter.save_pretrained(temporary)
@@ -101,14 +82,7 @@ def convert(source: str, destination: Path, form: str, target_name: str | None =
             # Cloned, because a tied target gives the same memory as embedding and LM head.
             tensors = {key: tensor.detach().cpu().clone().contiguous() for key, tensor in written.tensors.items()}
             save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-            text = json.dumps(written.config, indent=2, sort_keys=True)
-            (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
-        for file in temporary.iterdir():
-            file.chmod(0o644)
-        temporary.chmod(0o755)
-        os.replace(temporary, destination)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            write_json(dict(sorted(written.config.items())), temporary / "config.json")
     count = sum(p.numel() for p in drafter.parameters())
     return Conversion(str(destination), form, name, drafter.config.num_draft_tokens, count, lost)
 
@@ -124,56 +98,45 @@ def to_deepspec(drafter: DSparkDraftModel, target: PreTrainedModel | None) -> Wr
     """
     config = drafter.config
     is_gemma = config.layer_form == "gemma4"
+    has_softcap = config.final_logit_softcapping is not None
     _refuse(
         "deepspec",
+        drafter,
+        target,
         {
-            "an autoregressive layer (Eagle3)": config.is_autoregressive,
             "the fill-in layout (sample_from_anchor false)": not config.sample_from_anchor,
             "sliding layers": "sliding_attention" in config.layer_types,
-            "full layers that are causal in the block": config.full_attention_causal,
             "a reduced draft vocabulary": config.has_reduced_vocab,
-            "tapped layers of another width than the drafter's": config.target_hidden_size != config.hidden_size,
-            "a soft cap of the logits without Gemma 4 layers": config.final_logit_softcapping is not None
-            and not is_gemma,
-            "a target whose LM head has a bias": drafter.lm_head is None and _has_bias(target),
+            "a soft cap of the logits without Gemma 4 layers": has_softcap and not is_gemma,
             "Gemma 4 layers with a scale on the logits": is_gemma and config.output_scale != 1.0,
         },
     )
-    tensors = {k: v for k, v in drafter.state_dict().items() if k not in _TARGETS_PARTS}
     scale = _embedding_scale(drafter, target) / (config.hidden_size**0.5 if is_gemma else 1.0)
-    tensors["embed_tokens.weight"] = _scaled(_rows(drafter.embed_tokens, target, "embedding"), scale).to(drafter.dtype)
-    tensors["lm_head.weight"] = _scaled(_rows(drafter.lm_head, target, "LM head"), config.output_scale).to(
-        drafter.dtype
-    )
-    written = {key: getattr(config, key) for key in _SHAPE_KEYS}
-    written |= {
+    tensors = _own_tensors(drafter) | {
+        "embed_tokens.weight": _scaled(_rows(drafter.embed_tokens, target, "embedding"), scale, drafter),
+        "lm_head.weight": _scaled(_rows(drafter.lm_head, target, "LM head"), config.output_scale, drafter),
+    }
+    written = _fields(config, *_LAYER_KEYS, *_DRAFTER_KEYS, "target_layer_ids", "num_anchors") | {
         "architectures": ["Gemma4DSparkModel" if is_gemma else "Qwen3DSparkModel"],
         "model_type": "gemma4_text" if is_gemma else "qwen3",
         "dtype": _dtype_name(drafter),
         "tie_word_embeddings": False,
-        "num_target_layers": config.num_target_layers or _depth(target),
-        "block_size": config.block_size,
-        "mask_token_id": config.mask_token_id,
-        "target_layer_ids": config.target_layer_ids,
-        "num_anchors": config.num_anchors,
-        "markov_rank": config.markov_rank,
-        "enable_confidence_head": config.enable_confidence_head,
+        "num_target_layers": config.num_target_layers
+        or (None if target is None else target.config.get_text_config().num_hidden_layers),
     }
     if is_gemma:
-        written |= {
-            "attention_k_eq_v": config.attention_k_eq_v,
+        written |= _fields(config, "attention_k_eq_v", "final_logit_softcapping") | {
             "global_head_dim": config.head_dim,
             "num_global_key_value_heads": config.num_key_value_heads if config.attention_k_eq_v else None,
             "hidden_activation": config.hidden_act,
-            "final_logit_softcapping": config.final_logit_softcapping,
             "rope_parameters": {"full_attention": config.rope_parameters},
         }
     else:
-        written |= {"hidden_act": config.hidden_act, "rope_parameters": config.rope_parameters}
-    if config.markov_rank:
-        written["markov_head_type"] = config.markov_head_type
+        written |= _fields(config, "hidden_act", "rope_parameters")
+    if not config.markov_rank:
+        del written["markov_head_type"]
     if config.enable_confidence_head:
-        written["confidence_head_with_markov"] = config.confidence_head_with_markov
+        written |= _fields(config, "confidence_head_with_markov")
     return Written(written, tensors, _lost(drafter))
 
 
@@ -185,44 +148,38 @@ def to_speculators(drafter: DSparkDraftModel, target: PreTrainedModel | None, ta
         ValueError: the form can't express this drafter.
     """
     config, reduced = drafter.config, drafter.config.has_reduced_vocab
+    has_embedding, has_whole_head = drafter.embed_tokens is not None, drafter.lm_head is not None and not reduced
     sliding = "sliding_attention" in config.layer_types
     if target_name is None:
         raise OSError("speculators' form names its target, and this drafter's config does not. Give --target.")
     _refuse(
         "speculators",
+        drafter,
+        target,
         {
-            "an autoregressive layer (Eagle3)": config.is_autoregressive,
             "Gemma 4 layers": config.layer_form == "gemma4",
             "a sliding window counted from each query": sliding and config.sliding_window_origin == "query",
-            "full layers that are causal in the block": config.full_attention_causal,
-            "tapped layers of another width than the drafter's": config.target_hidden_size != config.hidden_size,
             "a scaled embedding": _embedding_scale(drafter, target) != 1.0,
-            "a target whose LM head has a bias": drafter.lm_head is None and _has_bias(target),
             "a soft cap of the logits": config.final_logit_softcapping is not None,
             "a scale on the logits of the whole vocabulary": config.output_scale != 1.0 and not reduced,
-            "an embedding of its own, other than the target's": target is not None and drafter.embed_tokens is not None,
-            "an LM head of its own, other than the target's": target is not None
-            and drafter.lm_head is not None
-            and not reduced,
+            "an embedding of its own, other than the target's": target is not None and has_embedding,
+            "an LM head of its own, other than the target's": target is not None and has_whole_head,
         },
     )
     lost = _lost(drafter)
-    if drafter.embed_tokens is not None or (drafter.lm_head is not None and not reduced):
+    if has_embedding or has_whole_head:
         lost.append("its copies of embedding and LM head: the target's are used, which --target would have compared")
-    tensors = {k: v for k, v in drafter.state_dict().items() if k not in _TARGETS_PARTS}
+    tensors = _own_tensors(drafter)
     if reduced:
         ids = drafter.draft_token_ids()
         rows = drafter.lm_head.weight if drafter.lm_head is not None else _rows(None, target, "LM head")[ids]
-        tensors["lm_head.weight"] = _scaled(rows, config.output_scale).to(drafter.dtype)
+        tensors["lm_head.weight"] = _scaled(rows, config.output_scale, drafter)
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
         tensors["t2d"][ids] = True
     is_dflash = not config.sample_from_anchor and not config.markov_rank and not config.enable_confidence_head
     algorithm = "dflash" if is_dflash else "dspark"
-    layers = {key: getattr(config, key) for key in _SHAPE_KEYS}
-    layers |= {
+    layers = _fields(config, *_LAYER_KEYS, "hidden_act", "rope_parameters") | {
         "model_type": "qwen3",
-        "hidden_act": config.hidden_act,
-        "rope_parameters": config.rope_parameters,
         "sliding_window": config.sliding_window if sliding else None,
         "use_sliding_window": sliding,
         "tie_word_embeddings": False,
@@ -234,7 +191,7 @@ def to_speculators(drafter: DSparkDraftModel, target: PreTrainedModel | None, ta
         "verifier_accept_k": 1,
     }
     verifier = {"name_or_path": target_name, "architectures": [] if target is None else [type(target).__name__]}
-    written: dict[str, Any] = {
+    written = _fields(config, "draft_vocab_size", "sample_from_anchor", "sliding_window_non_causal", *_DRAFTER_KEYS) | {
         "architectures": ["DFlashDraftModel" if is_dflash else "DSparkDraftModel"],
         "speculators_model_type": algorithm,
         "speculators_version": _SPECULATORS_VERSION,
@@ -246,27 +203,32 @@ def to_speculators(drafter: DSparkDraftModel, target: PreTrainedModel | None, ta
         },
         "transformer_layer_config": layers,
         "aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids],
-        "block_size": config.block_size,
-        "draft_vocab_size": config.draft_vocab_size,
         "dtype": _dtype_name(drafter),
-        "mask_token_id": config.mask_token_id,
-        "sample_from_anchor": config.sample_from_anchor,
-        "sliding_window_non_causal": config.sliding_window_non_causal,
         "target_hidden_size": None,
         "tie_word_embeddings": False,
     }
-    if not is_dflash:
-        written |= {
-            "markov_rank": config.markov_rank,
-            "markov_head_type": config.markov_head_type if config.markov_rank else "vanilla",
-            "enable_confidence_head": config.enable_confidence_head,
-            "confidence_head_with_markov": config.confidence_head_with_markov,
-        }
+    if is_dflash:  # that model knows no such heads
+        for key in ("markov_rank", "markov_head_type", "enable_confidence_head"):
+            del written[key]
+    else:
+        written |= _fields(config, "confidence_head_with_markov")
+        if not config.markov_rank:
+            written["markov_head_type"] = "vanilla"
     return Written(written, tensors, lost)
 
 
-def _refuse(form: str, inexpressible: dict[str, bool]) -> None:
-    """Raise where the form would make another draft of this drafter."""
+def _refuse(
+    form: str, drafter: DSparkDraftModel, target: PreTrainedModel | None, inexpressible: dict[str, bool]
+) -> None:
+    """Raise where the form, or any form but ours, would make another draft of this drafter."""
+    config = drafter.config
+    bias = None if target is None else getattr(target.get_output_embeddings(), "bias", None)
+    inexpressible |= {
+        "an autoregressive layer (Eagle3)": config.is_autoregressive,
+        "full layers that are causal in the block": config.full_attention_causal,
+        "tapped layers of another width than the drafter's": config.target_hidden_size != config.hidden_size,
+        "a target whose LM head has a bias": drafter.lm_head is None and bias is not None,
+    }
     if found := [what for what, holds in inexpressible.items() if holds]:
         raise ValueError(
             f"This drafter has {' and '.join(found)}, which the {form} form can't express, so it is not written."
@@ -291,6 +253,16 @@ def _lost(drafter: DSparkDraftModel) -> list[str]:
     return lost
 
 
+def _fields(config: DSparkConfig, *keys: str) -> dict[str, Any]:
+    return {key: getattr(config, key) for key in keys}
+
+
+def _own_tensors(drafter: DSparkDraftModel) -> dict[str, torch.Tensor]:
+    """All but embedding and LM head."""
+    shared = ("embed_tokens.weight", "lm_head.weight")
+    return {key: tensor for key, tensor in drafter.state_dict().items() if key not in shared}
+
+
 def _embedding_scale(drafter: DSparkDraftModel, target: PreTrainedModel | None) -> float:
     """What the rows of the table that would be written are multiplied by."""
     if drafter.config.embedding_scale is not None:
@@ -298,10 +270,6 @@ def _embedding_scale(drafter: DSparkDraftModel, target: PreTrainedModel | None) 
     if drafter.embed_tokens is not None or target is None:
         return 1.0
     return float(getattr(target.get_input_embeddings(), "scalar_embed_scale", 1.0))  # Gemma's module scales by itself
-
-
-def _has_bias(target: PreTrainedModel | None) -> bool:
-    return target is not None and getattr(target.get_output_embeddings(), "bias", None) is not None
 
 
 def _rows(own: nn.Module | None, target: PreTrainedModel | None, what: str) -> torch.Tensor:
@@ -316,12 +284,8 @@ def _rows(own: nn.Module | None, target: PreTrainedModel | None, what: str) -> t
     return module.weight
 
 
-def _scaled(rows: torch.Tensor, scale: float) -> torch.Tensor:
-    return rows if scale == 1.0 else rows * scale
-
-
-def _depth(target: PreTrainedModel | None) -> int | None:
-    return None if target is None else target.config.get_text_config().num_hidden_layers
+def _scaled(rows: torch.Tensor, scale: float, drafter: DSparkDraftModel) -> torch.Tensor:
+    return (rows if scale == 1.0 else rows * scale).to(drafter.dtype)
 
 
 def _dtype_name(drafter: DSparkDraftModel) -> str:

@@ -1,14 +1,10 @@
-"""`dspark-hf push`: a drafter's folder, checked, onto the Hub.
-
-Owns: what is uploaded, the checks before it, the Hub's refusals in one line.
-Does not own: the protocol (huggingface_hub), the card (`card`), the code that travels (`code`).
-"""
+"""A drafter's folder onto the Hub: what goes up, the checks before it, and the Hub's refusals in one line."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, constants, get_token
@@ -17,12 +13,15 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors import SafetensorError, safe_open
 
 from ..loading.files import is_hub_id
-from ..loading.hub_files import hub_is_reachable
+from ..loading.pairs import hub_is_reachable
+from ..model import modeling_dspark
 from ..model.configuration_dspark import DSparkConfig
-from .card import CARD, read_card
-from .code import AUTO_MAP, code_files
-from .facts import TRAINING, check_drafter
+from ..model.modeling_dspark import DSparkDraftModel
+from .card import CARD, TRAINING, check_drafter, read_card
 
+AUTO_MAP = {
+    cls._auto_class: f"{cls.__module__.split('.')[-1]}.{cls.__name__}" for cls in (DSparkConfig, DSparkDraftModel)
+}
 _MADE = ["*.tmp", "*.tmp/*", "*.lock", "*.incomplete", "__pycache__/*", "*/__pycache__/*", ".*", "*/.*"]
 _WORK = [
     "rounds.jsonl",
@@ -49,6 +48,11 @@ class Upload:
     commit: str | None = None
 
 
+def code_files() -> dict[str, Path]:
+    """The code that travels with a drafter by name, so that it loads without this package; it imports nothing else of it."""
+    return {file.name: file for file in sorted(Path(modeling_dspark.__file__).parent.glob("*_dspark.py"))}
+
+
 def planned_files(folder: Path) -> dict[str, Path | bytes]:
     """Everything that goes up, by its path there: the folder's files, its config with `auto_map`, and the code.
 
@@ -60,9 +64,7 @@ def planned_files(folder: Path) -> dict[str, Path | bytes]:
     _check_weights(folder)
     card = _checked_card(folder)
     names = (file.relative_to(folder).as_posix() for file in sorted(folder.rglob("*")) if file.is_file())
-    files: dict[str, Path | bytes] = {
-        name: folder / name for name in filter_repo_objects(names, ignore_patterns=IGNORED)
-    }
+    files: dict[str, Path | bytes] = {n: folder / n for n in filter_repo_objects(names, ignore_patterns=IGNORED)}
     return files | code_files() | _json_files(folder, card.data.base_model)
 
 
@@ -105,7 +107,7 @@ def push(
         done = api.create_commit(repo, operations, commit_message="Upload a DSpark drafter", revision=plan.revision)
     except HTTPError as error:
         raise OSError(_refusal(error, repo)) from None
-    return Upload(repo, plan.revision, private, plan.url, sizes, done.oid)
+    return replace(plan, commit=done.oid)
 
 
 def _json_files(folder: Path, base_model: str | list[str] | None) -> dict[str, Path | bytes]:

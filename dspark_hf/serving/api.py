@@ -1,15 +1,12 @@
-"""The local OpenAI-compatible server: routes over the batch engine.
-
-Owns: routes, their JSON, streams. Does not own: requests' fields (`schema`), answers (`answers`), the engine's thread
-(`worker`), key and body size (`limits`).
-"""
+"""The local OpenAI-compatible server: what stands before its routes, the routes, and their way to the batch engine."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,21 +14,23 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers.utils import logging
 
 from ..engine.engine import BatchEngine
-from ..loading.chat_template import encode_messages
 from ..loading.pairs import Target
-from .answers import Answer, Piece
-from .errors import ApiError
-from .limits import Gate
-from .metrics import metrics_text
-from .schema import ChatRequest, CompletionRequest, Sampling
+from .reply import ChatReply, CompletionReply, Reply
+from .schema import ApiError, ChatRequest, CompletionRequest, Sampling
 from .worker import EngineWorker
 
 logger = logging.get_logger(__name__)
 _DEFAULT_TOKENS = 256
+_LOOK_SECONDS = 0.25  # how often a waiting request looks whether its client is still there
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,53 @@ class ServerLimits:
     requests: int = 64
 
 
+class Gate:
+    """What stands before every route: refuses a wrong key (401) and too large a body (413), also one of unsaid length."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int) -> None:
+        self.app, self.api_key, self.max_body_bytes = app, api_key, max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            self._check_key(request)
+            body = await self._body(request)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        except ClientDisconnect:
+            return
+        read: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return read.pop() if read else await receive()
+
+        await self.app(scope, replay, send)
+
+    def _check_key(self, request: Request) -> None:
+        given = request.headers.get("authorization", "")
+        if self.api_key is None or request.url.path == "/health":
+            return
+        if not hmac.compare_digest(given.encode("latin-1"), f"Bearer {self.api_key}".encode()):
+            raise ApiError(401, "Wrong or missing API key: send it as 'Authorization: Bearer KEY'.")
+
+    async def _body(self, request: Request) -> bytes:
+        """Read here, so that nothing of it reaches a route before its size is known."""
+        too_large = ApiError(413, f"The body is larger than {self.max_body_bytes} bytes.", code="request_too_large")
+        length = request.headers.get("content-length", "0")
+        if not length.isdigit() or int(length) > self.max_body_bytes:
+            raise too_large
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > self.max_body_bytes:
+                raise too_large
+        return body
+
+
 class Server:
     """One target with its engine behind HTTP."""
 
@@ -51,10 +97,8 @@ class Server:
         self.worker = EngineWorker(engine, limits.requests)
         self.started = int(time.time())
 
-    # -- requests ----------------------------------------------------------------------------------------------------
-
-    def answer(self, request: Sampling) -> Answer:
-        """A checked request as an answer to be made.
+    def reply(self, request: Sampling) -> Reply:
+        """A checked request as a reply to be made.
 
         Raises:
             ApiError: another model, a prompt that is too long, a template that refuses the messages.
@@ -62,22 +106,10 @@ class Server:
         if request.model not in (self.target.name, self.target.name.rsplit("/", 1)[-1]):
             message = f"The model {request.model!r} is not served here, but {self.target.name!r} is."
             raise ApiError(404, message, "model", "model_not_found")
-        wanted = request.max_tokens
-        if isinstance(request, ChatRequest):
-            wanted = request.max_completion_tokens or wanted
-            messages = [m.as_template() for m in request.messages]
-            try:
-                ids = encode_messages(self.target.tokenizer, messages)
-            except ValueError as error:
-                raise ApiError(400, str(error), "messages") from None
-        else:
-            assert isinstance(request, CompletionRequest)
-            prompt = request.prompt
-            ids = self.target.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        ids, wanted = request.encode(self.target.tokenizer), request.new_tokens
         context = self.target.model.config.get_text_config().to_dict().get("max_position_embeddings") or 1 << 30
-        room = context - len(ids)
-        most = min(self.limits.answer_tokens, room)
-        if room < 1 or (wanted or 1) > most:
+        most = min(self.limits.answer_tokens, context - len(ids))
+        if (wanted or 1) > most:
             raise ApiError(
                 400,
                 f"The prompt has {len(ids)} tokens and {wanted or 1} are asked for: at most {self.limits.answer_tokens} new ones "
@@ -85,147 +117,75 @@ class Server:
                 "max_tokens",
                 "context_length_exceeded",
             )
-        return Answer(request, ids, self.target.tokenizer, self.target.name, wanted or min(_DEFAULT_TOKENS, most))
+        kind = ChatReply if isinstance(request, ChatRequest) else CompletionReply
+        return kind(request, ids, self.target.tokenizer, self.target.name, wanted or min(_DEFAULT_TOKENS, most))
 
     async def respond(self, request: Sampling, http: Request) -> Response:
-        """A whole answer, or a stream of its pieces."""
-        answer = self.answer(request)
-        form = ChatForm(answer) if isinstance(request, ChatRequest) else CompletionForm(answer)
+        """A whole reply, or a stream of its pieces."""
+        reply = self.reply(request)
+        pieces = reply.pieces(self.worker)
         if request.stream:
-            pieces = answer.pieces(self.worker)
             first = await anext(pieces, None)  # so that a refusal still gets its status
-            return StreamingResponse(self._stream(form, first, pieces), media_type="text/event-stream")
-        gathering = asyncio.ensure_future(self._gather(answer))
-        while not gathering.done():
-            await asyncio.wait([gathering], timeout=0.25)
-            if not gathering.done() and await http.is_disconnected():
+            return StreamingResponse(self._stream(reply, first, pieces), media_type="text/event-stream")
+
+        async def gather() -> str:
+            return "".join([piece async for piece in pieces])
+
+        gathering = asyncio.ensure_future(gather())
+        while not (await asyncio.wait([gathering], timeout=_LOOK_SECONDS))[0]:
+            if await http.is_disconnected():
                 gathering.cancel()
-                await asyncio.gather(gathering, return_exceptions=True)
                 return Response(status_code=499)
-        return JSONResponse(form.whole(gathering.result()))
+        return JSONResponse(reply.whole(gathering.result()))
 
-    async def _gather(self, answer: Answer) -> str:
-        pieces = answer.pieces(self.worker)
-        try:
-            return "".join([piece.text async for piece in pieces])
-        finally:
-            await pieces.aclose()
+    async def _stream(self, reply: Reply, first: str | None, pieces: AsyncGenerator[str, None]) -> AsyncIterator[str]:
+        def event(data: dict[str, Any]) -> str:
+            return f"data: {json.dumps(data)}\n\n"
 
-    async def _stream(self, form: Form, first: Piece | None, pieces) -> AsyncIterator[str]:
         try:
-            for chunk in form.opening():
-                yield _event(chunk)
+            for chunk in reply.opening():
+                yield event(chunk)
             piece = first
             while piece is not None:
-                if piece.text:
-                    yield _event(form.chunk(piece))
+                if piece:
+                    yield event(reply.chunk(piece))
                 piece = await anext(pieces, None)
-            for chunk in form.closing():
-                yield _event(chunk)
+            for chunk in reply.closing():
+                yield event(chunk)
         except ApiError as error:
-            yield _event(error.body())
+            yield event(error.body())
         finally:
             await pieces.aclose()
         yield "data: [DONE]\n\n"
 
 
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data)}\n\n"
+class EngineCollector:
+    """The engine's counters for Prometheus, read when it asks."""
 
+    def __init__(self, worker: EngineWorker) -> None:
+        self.worker = worker
 
-class Form:
-    """OpenAI's objects around an answer."""
-
-    kind, chunk_kind, prefix = "", "", ""
-
-    def __init__(self, answer: Answer) -> None:
-        self.answer = answer
-
-    def _object(self, kind: str, choice: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
-        head = {"id": f"{self.prefix}-{self.answer.id}", "object": kind, "created": self.answer.created}
-        choices = [] if choice is None else [{"index": 0} | choice]
-        return head | {"model": self.answer.model, "choices": choices} | more
-
-    def whole(self, text: str) -> dict[str, Any]:
-        """The answer at once."""
-        answer = self.answer
-        choice = self.content(text) | {"finish_reason": answer.finish_reason, "logprobs": self.logprobs()}
-        return self._object(self.kind, choice, usage=answer.usage(), dspark=answer.dspark())
-
-    def opening(self) -> list[dict[str, Any]]:
-        return []
-
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        """One piece of a stream."""
-        return self._object(self.chunk_kind, self.delta(piece.text) | {"finish_reason": None, "logprobs": None})
-
-    def closing(self) -> list[dict[str, Any]]:
-        """The last chunk, with the record, and the one of the usage where it is asked for."""
-        answer = self.answer
-        choice = self.delta("") | {"finish_reason": answer.finish_reason, "logprobs": self.logprobs()}
-        chunks = [self._object(self.chunk_kind, choice, dspark=answer.dspark())]
-        options = answer.request.stream_options
-        if options is not None and options.include_usage:
-            chunks.append(self._object(self.chunk_kind, None, usage=answer.usage()))
-        return chunks
-
-    def content(self, text: str) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def delta(self, text: str) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def logprobs(self) -> dict[str, Any] | None:
-        raise NotImplementedError
-
-
-class ChatForm(Form):
-    """`chat.completion`."""
-
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-
-    def opening(self) -> list[dict[str, Any]]:
-        choice = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}
-        return [self._object(self.chunk_kind, choice)]
-
-    def content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
-
-    def logprobs(self) -> dict[str, Any] | None:
-        answer = self.answer
-        if answer.num_logprobs is None or answer.output is None:
-            return None
-        return {"content": answer.logprobs(), "refusal": None}
-
-
-class CompletionForm(Form):
-    """`text_completion`."""
-
-    kind = chunk_kind = "text_completion"
-    prefix = "cmpl"
-
-    def content(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    delta = content
-
-    def logprobs(self) -> dict[str, Any] | None:
-        answer = self.answer
-        if answer.num_logprobs is None or answer.output is None:
-            return None
-        entries = answer.logprobs()
-        starts = [0]
-        for entry in entries:
-            starts.append(starts[-1] + len(entry["token"]))
-        return {
-            "tokens": [e["token"] for e in entries],
-            "token_logprobs": [e["logprob"] for e in entries],
-            "top_logprobs": [{t["token"]: t["logprob"] for t in e["top_logprobs"]} for e in entries],
-            "text_offset": starts[:-1],
-        }
+    def collect(self) -> Iterator[Metric]:
+        """All metrics."""
+        engine, stats = self.worker.engine, self.worker.engine.stats
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens read", stats.prompt_tokens),
+            ("new_tokens", "Tokens committed", stats.new_tokens),
+            ("drafted_tokens", "Tokens drafted", sum(stats.drafted)),
+            ("verified_tokens", "Drafted tokens verified", sum(stats.verified)),
+            ("accepted_tokens", "Drafted tokens accepted", sum(stats.accepted)),
+            ("steps", "Forwards of the target", stats.rounds),
+            ("step_seconds", "Seconds of all steps", stats.total_seconds),
+        ):
+            yield CounterMetricFamily(f"dspark_{name}", text, value=value)
+        finished = CounterMetricFamily("dspark_requests", "Requests that are over", labels=["reason"])
+        for reason, count in list(stats.finished.items()):
+            finished.add_metric([reason], count)
+        yield finished
+        yield GaugeMetricFamily("dspark_requests_in_flight", "Requests not over yet", value=self.worker.num_requests)
+        last = stats.history[-1] if stats.history else None
+        yield GaugeMetricFamily("dspark_cache_tokens", "Tokens in the cache", value=last.cache_tokens if last else 0)
+        yield GaugeMetricFamily("dspark_cache_bytes", "Memory of the cache", value=engine.cache_bytes if last else 0)
 
 
 def make_app(
@@ -244,26 +204,27 @@ def make_app(
     app = FastAPI(title="dspark-hf", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = server
     app.add_middleware(Gate, api_key=api_key, max_body_bytes=limits.body_bytes)
+    metrics_registry = CollectorRegistry(auto_describe=False)
+    metrics_registry.register(EngineCollector(server.worker))
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body(), error.status)
+        return error.response()
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"][1:])
-        return await api_error(request, ApiError(400, f"{place or 'body'}: {first['msg']}", place or None))
+        return ApiError(400, f"{place or 'body'}: {first['msg']}", place or None).response()
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        message = f"{request.method} {request.url.path}: {error.detail}."
-        return await api_error(request, ApiError(error.status_code, message))
+        return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}.").response()
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> JSONResponse:
         logger.error(f"{request.method} {request.url.path} failed", exc_info=error)
-        return await api_error(request, ApiError(500, "The server failed at this request; its log says why."))
+        return ApiError(500, "The server failed at this request; its log says why.").response()
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -285,6 +246,6 @@ def make_app(
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(metrics_text(server.worker), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(metrics_registry), media_type="text/plain; version=0.0.4")
 
     return app

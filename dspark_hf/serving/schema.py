@@ -1,15 +1,34 @@
-"""The requests that the local server takes: OpenAI's fields, as far as they are served.
-
-Owns: fields, their ranges, what is refused. Does not own: routes (`api`), decoding.
-"""
+"""What the server takes and how it refuses: OpenAI's request fields as far as they are served, and its errors."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
+from starlette.responses import JSONResponse
+from transformers import PreTrainedTokenizerBase
 
-_MOST_STOPS = 4
+from ..loading.chat_template import encode_messages
+
+_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 500: "server_error", 503: "server_error"}
+
+
+class ApiError(Exception):
+    """What a client is told: `{"error": {"message", "type", "param", "code"}}` with an HTTP status."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
+        kind = _ERROR_TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The whole answer."""
+        headers = {"www-authenticate": "Bearer"} if self.status == 401 else None
+        return JSONResponse(self.body(), self.status, headers)
 
 
 class StreamOptions(BaseModel):
@@ -21,8 +40,6 @@ class StreamOptions(BaseModel):
 class Sampling(BaseModel):
     """What both routes share. Fields that are not named here are ignored, as clients send many; `n` is 1."""
 
-    model_config = ConfigDict(extra="ignore")
-
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -30,28 +47,39 @@ class Sampling(BaseModel):
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(0, ge=0)
     max_tokens: int | None = Field(None, ge=1)
-    stop: list[str] = Field(default_factory=list)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field([], max_length=4)
     seed: int | None = None
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     n: Literal[1] = 1
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_default(cls, fields: Any) -> Any:
+        return {k: v for k, v in fields.items() if v is not None} if isinstance(fields, dict) else fields
+
     @field_validator("stop", mode="before")
     @classmethod
-    def _stop_list(cls, value: Any) -> Any:
-        return [] if value is None else [value] if isinstance(value, str) else value
+    def _one_stop(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
-    @field_validator("stop")
-    @classmethod
-    def _check_stop(cls, value: list[str]) -> list[str]:
-        if len(value) > _MOST_STOPS or not all(value):
-            raise ValueError(f"stop takes at most {_MOST_STOPS} strings, none of them empty")
-        return value
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to each token's log-probability; `None` where none are asked for."""
+        raise NotImplementedError
 
-    @field_validator("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "n", mode="before")
-    @classmethod
-    def _null_is_default(cls, value: Any, info) -> Any:
-        return cls.model_fields[info.field_name].default if value is None else value
+    @property
+    def new_tokens(self) -> int | None:
+        """Most tokens of the answer; `None` where the client leaves that to us."""
+        return self.max_tokens
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """The prompt's token ids.
+
+        Raises:
+            ApiError: the chat template refuses the messages.
+        """
+        raise NotImplementedError
 
 
 class ContentPart(BaseModel):
@@ -63,8 +91,6 @@ class ContentPart(BaseModel):
 
 class Message(BaseModel):
     """One message of a chat."""
-
-    model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[ContentPart]
@@ -83,10 +109,19 @@ class ChatRequest(Sampling):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
 
-    @field_validator("logprobs", "top_logprobs", mode="before")
-    @classmethod
-    def _null_is_off(cls, value: Any) -> Any:
-        return 0 if value is None else value
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def new_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        try:
+            return encode_messages(tokenizer, [message.as_template() for message in self.messages])
+        except ValueError as error:
+            raise ApiError(400, str(error), "messages") from None
 
 
 class CompletionRequest(Sampling):
@@ -96,3 +131,10 @@ class CompletionRequest(Sampling):
     echo: Literal[False] = False
     best_of: Literal[1] = 1
     logprobs: int | None = Field(None, ge=0, le=5)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        return tokenizer(self.prompt)["input_ids"] if isinstance(self.prompt, str) else self.prompt

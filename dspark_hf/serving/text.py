@@ -1,16 +1,10 @@
-"""From tokens to text as they come, ending before a stop string.
-
-Owns: decoding piece by piece, holding back what may become a stop string, penalties by what was said.
-Does not own: chat templates, HTTP.
-Axes: V vocabulary, L tokens.
-"""
+"""From tokens to text as they come: in whole characters, and ending before a stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from transformers import LogitsProcessor, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 _UNFINISHED = "\ufffd"  # what a tokenizer puts for bytes that are no whole character yet
 
@@ -31,53 +25,39 @@ class TextStream:
         if self.stopped:
             return ""
         self._tokens += token_ids
-        before = self._decode(self._start, self._shown)
-        text = self._decode(self._start, len(self._tokens))
-        if text.endswith(_UNFINISHED) or len(text) <= len(before):
+        new = self._new_text()
+        if not new or new.endswith(_UNFINISHED):
             return ""
         self._start, self._shown = self._shown, len(self._tokens)
-        return self._show(text[len(before) :])
+        return self._show(new)
 
     def end(self) -> str:
         """What was held back, when no more tokens come."""
         if self.stopped:
             return ""
-        rest = self._decode(self._start, len(self._tokens))[len(self._decode(self._start, self._shown)) :]
-        shown = self._show(rest)
-        if not self.stopped:
-            shown += self._held
-            self.text += self._held
-        self._held = ""
-        return shown
+        shown = self._show(self._new_text())
+        return shown if self.stopped else shown + self._release(len(self._held))
 
-    def _decode(self, start: int, stop: int) -> str:
-        return self.tokenizer.decode(self._tokens[start:stop], skip_special_tokens=True)
+    def _new_text(self) -> str:
+        """What the tokens that are no text yet add to it; decoded with those before them, which decide about spaces."""
+        before, all_ = (
+            self.tokenizer.decode(self._tokens[self._start : stop], skip_special_tokens=True)
+            for stop in (self._shown, len(self._tokens))
+        )
+        return all_[len(before) :]
 
     def _show(self, new: str) -> str:
         self._held += new
         places = [at for stop in self.stops if (at := self._held.find(stop)) >= 0]
         if places:
             self.stopped = True
-            return self._release(min(places))
-        overlap = max(
-            (n for stop in self.stops for n in range(1, len(stop)) if self._held.endswith(stop[:n])), default=0
-        )
+            shown, self._held = self._release(min(places)), ""
+            return shown
+        starts = (stop[:n] for stop in self.stops for n in range(1, len(stop)))
+        overlap = max((len(start) for start in starts if self._held.endswith(start)), default=0)
         return self._release(len(self._held) - overlap)
 
     def _release(self, count: int) -> str:
         shown, self._held = self._held[:count], self._held[count:]
         self.text += shown
         return shown
-
-
-class PenaltyProcessor(LogitsProcessor):
-    """OpenAI's penalties: score - frequency · count - presence · (count > 0), counted in the answer alone."""
-
-    def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
-        self.prompt_length, self.presence, self.frequency = prompt_length, presence, frequency
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """[1, L], [1, V] -> [1, V]"""
-        said = input_ids[:, self.prompt_length :]
-        counts = torch.zeros_like(scores).scatter_add_(1, said, torch.ones_like(said, dtype=scores.dtype))
-        return scores - self.frequency * counts - self.presence * (counts > 0)

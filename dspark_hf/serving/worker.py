@@ -1,7 +1,5 @@
 """The engine in a thread of its own, between the event loop's requests.
 
-Owns: the thread, handing requests in and tokens out, cancelling. Does not own: HTTP, the engine.
-
 Only the thread touches the engine: the event loop posts commands, and gets events back through `call_soon_threadsafe`.
 """
 
@@ -12,11 +10,9 @@ import contextlib
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
@@ -25,17 +21,6 @@ from ..engine.request import RequestOutput
 
 logger = logging.get_logger(__name__)
 _DRAIN_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class Job:
-    """One request to the engine: `prompt_ids` and what `BatchEngine.add` takes besides."""
-
-    prompt_ids: list[int]
-    settings: dict[str, Any]
-    processors: LogitsProcessorList | None = None
-    seed: int | None = None
-
 
 Event = list[int] | RequestOutput  # new tokens; at last the record
 
@@ -80,10 +65,9 @@ class Ticket:
         try:
             while not over:
                 event = await self._events.get()
+                over = not isinstance(event, list)
                 if isinstance(event, Exception):
-                    over = True
                     raise event
-                over = isinstance(event, RequestOutput)
                 yield event
         finally:
             if not over:
@@ -119,8 +103,8 @@ class EngineWorker:
         """Requests in flight, those just handed in included."""
         return len(self._tickets) + self._posted
 
-    def submit(self, job: Job) -> Ticket:
-        """Hand a request in; called from the event loop.
+    def submit(self, **request: Any) -> Ticket:
+        """Hand in what `BatchEngine.add` takes; called from the event loop.
 
         Raises:
             RuntimeError: the server is shutting down, or has too many requests.
@@ -131,7 +115,7 @@ class EngineWorker:
             raise RuntimeError(f"The server has {self.max_waiting} requests in flight already; try again later.")
         ticket = Ticket(self)
         self._posted += 1
-        self._commands.put(lambda: self._add(ticket, job))
+        self._commands.put(lambda: self._add(ticket, request))
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -162,15 +146,12 @@ class EngineWorker:
                 command()
             wait = False
 
-    def _add(self, ticket: Ticket, job: Job) -> None:
+    def _add(self, ticket: Ticket, request: dict[str, Any]) -> None:
         self._posted -= 1
         if ticket.cancelled:
             return
-        streamer = _TokenStreamer(ticket.post)
         try:
-            ticket.id = self.engine.add(
-                job.prompt_ids, None, streamer, job.seed, logits_processor=job.processors, **job.settings
-            )
+            ticket.id = self.engine.add(streamer=_TokenStreamer(ticket.post), **request)
         except Exception as error:
             ticket.post(error)
             return
