@@ -34,8 +34,8 @@ class _Member:
 
 @dataclass
 class _Block:
-    """tokens: what a block is best made for. worth: its tokens less rows and steps, the parallel stage not yet paid. rows:
-    that it is expected to verify."""
+    """tokens: what a block is best made for. worth: its tokens less rows and steps; of the parallel stage only what it takes
+    beyond one for one token is paid. rows: that it is expected to verify."""
 
     tokens: int = 0
     worth: float = 0.0
@@ -93,9 +93,7 @@ class LookaheadScheduler(Policy):
     _in_round: list[_Member] = field(default_factory=list, init=False, repr=False)
     _limits: list[int] = field(default_factory=list, init=False, repr=False)
     _probing: set[int] = field(default_factory=set, init=False, repr=False)
-    _taken: int = field(
-        default=0, init=False, repr=False
-    )  # rows beyond one a sequence: copies, and tokens admitted so far
+    _taken: int = field(default=0, init=False, repr=False)  # rows of copies and of tokens admitted so far
     _prices: _Prices = field(init=False, repr=False, compare=False)
 
     # -- before drafting ---------------------------------------------------------------------------------------------
