@@ -1,4 +1,4 @@
-"""Scheduling inside `generate()`: which policy decides, padding, parking, and what is recorded."""
+"""Scheduling inside `generate()` and the engine: which policy decides, what it is shown, padding, back-off, records."""
 
 from __future__ import annotations
 
@@ -7,45 +7,35 @@ import json
 import pytest
 import torch
 from conftest import make_drafter, make_target, prompt_ids
+from test_policies import table
 
 from dspark_hf import (
+    BatchEngine,
     ConfidenceThreshold,
     DSparkDraftModel,
     FixedLength,
+    GuardedLength,
     LaggedScheduler,
     LookaheadScheduler,
-    StepRates,
     ThroughputScheduler,
+    generate_batch,
 )
+from dspark_hf.scheduling.policy import Plan, Policy
 
 
-def table(*seconds, draft=0.0) -> StepRates:
-    rates = StepRates(
-        list(range(1, len(seconds) + 1)), [1], [list(seconds)], [[0.0] * len(seconds)], [draft] * len(seconds), 0.0
-    )
-    rates.live = False
-    return rates
+def costs(*seconds, draft=0.0):
+    return table(dict(enumerate(seconds, start=1)), draft)
 
 
-class TwoTokens:
-    """Always two tokens, with step rates, so that forwards are padded."""
+class Planned(Policy):
+    """Asks for `tokens` whatever there is room for, from round `first` on; forwards are padded by `step_rates`."""
 
-    reads_survival = False
+    def __init__(self, tokens, step_rates=None, first=0):
+        self.tokens, self.step_rates, self.first, self.rounds = tokens, step_rates, first, 0
 
-    def __init__(self, step_rates):
-        self.step_rates = step_rates
-
-    def fresh(self):
-        return self
-
-    def begin_round(self, depth, limit):
-        return min(limit, 2)
-
-    def admit(self, position, survival_so_far):
-        return True
-
-    def end_round(self, outcome):
-        pass
+    def plan(self, sequences, prefill_rows=0):
+        self.rounds += 1
+        return [Plan(self.tokens if s.limit and self.rounds > self.first else 0) for s in sequences]
 
 
 def calibrated(target, **overrides) -> DSparkDraftModel:
@@ -56,7 +46,7 @@ def calibrated(target, **overrides) -> DSparkDraftModel:
         "acceptance_persistence": 0.4,
     }
     drafter = make_drafter(target, **settings | overrides)
-    drafter.step_rates = table(1.0, 1.1, 1.2, 1.3, 1.4)
+    drafter.options.step_rates = costs(1.0, 1.1, 1.2, 1.3, 1.4)
     return drafter
 
 
@@ -65,18 +55,23 @@ def generate(target, drafter=None, tokens=24, **arguments):
 
 
 def test_which_policy_decides(target):
-    drafter = make_drafter(target)
+    drafter, rates = make_drafter(target), costs(1.0, 1.1, 1.2, 1.3, 1.4)
+    drafter.options.step_rates = rates
     for change, wanted in (
-        (lambda: None, "GuardedLength"),
-        (lambda: setattr(drafter, "config", calibrated(target).config), "LookaheadScheduler"),
-        (lambda: setattr(drafter.generation_config, "assistant_confidence_threshold", 0.3), "ConfidenceThreshold"),
-        (lambda: setattr(drafter, "admission", ThroughputScheduler(drafter.step_rates)), "ThroughputScheduler"),
+        (lambda: None, GuardedLength),
+        (lambda: setattr(drafter, "config", calibrated(target).config), LookaheadScheduler),
+        (lambda: setattr(drafter.generation_config, "assistant_confidence_threshold", 0.3), ConfidenceThreshold),
+        (lambda: setattr(drafter.options, "policy", FixedLength(2)), FixedLength),
+        (lambda: setattr(drafter.options, "policy", LaggedScheduler(rates, lag=3)), LaggedScheduler),
+        (lambda: setattr(drafter.options, "policy", ThroughputScheduler(rates)), ThroughputScheduler),
     ):
-        drafter.step_rates = table(1.0, 1.1, 1.2, 1.3, 1.4)
         change()
         generate(target, drafter)
-        assert drafter.last_generation.policy == wanted
-    drafter.admission, drafter.generation_config.num_assistant_tokens = None, 0
+        assert drafter.last_generation.policy == wanted.__name__
+        engine = BatchEngine(target, drafter, rates)
+        assert type(engine.policy) is wanted and engine.stats.policy == wanted.__name__
+        assert engine.policy.step_rates in (None, rates)
+    drafter.options.policy, drafter.generation_config.num_assistant_tokens = None, 0
     drafter.generation_config.assistant_confidence_threshold = 0.0
     generate(target, drafter)
     assert sum(drafter.last_generation.drafted) == 0
@@ -85,12 +80,59 @@ def test_which_policy_decides(target):
 def test_the_cap_holds_for_every_policy(target):
     drafter = calibrated(target)
     drafter.generation_config.num_assistant_tokens = 2
-    free = table(1.0, 1.0, 1.0, 1.0, 1.0)
+    free = costs(1.0, 1.0, 1.0, 1.0, 1.0)
     for policy in (None, LookaheadScheduler(free), LaggedScheduler(free), ThroughputScheduler(free), FixedLength(9)):
-        drafter.admission = policy
+        drafter.options.policy = policy
         generate(target, drafter)
         assert max(r.drafted for r in drafter.last_generation.history) <= 2  # copies too
         assert sum(drafter.last_generation.drafted) > 0
+        engine = BatchEngine(target, drafter)
+        engine.add(prompt_ids(5)[0], max_new_tokens=9, do_sample=False)
+        assert max(r.drafted for o in engine.run() for r in o.stats.history) <= 2
+
+
+@pytest.mark.parametrize("policy", [FixedLength(0), ConfidenceThreshold(1.0)], ids=["no-length", "sure-ones-alone"])
+def test_what_drafts_nothing_does_not_pay_for_the_parallel_stage(target, policy):
+    drafter = make_drafter(target)
+    drafter.options.policy = policy
+    assert torch.equal(generate(target, tokens=60), generate(target, drafter, tokens=60))
+    stats = drafter.last_generation
+    assert sum(stats.drafted) == 0
+    assert sum(r.planned > 0 for r in stats.history) <= (8 if policy.reads_survival else 0)
+    assert stats.parked_rounds >= stats.rounds - 9  # in the last one there is no room
+
+
+class Watching(ConfidenceThreshold):
+    """Checks at each decision that nothing of the token decided on, or after it, is there to be read."""
+
+    decisions: list[int] = []
+
+    def plan(self, sequences, prefill_rows=0):
+        self.plans = super().plan(sequences, prefill_rows)
+        return self.plans
+
+    def admit(self, position, open_sequences, survival):
+        assert len(survival) == len(self.plans)
+        assert all(len(survival[r]) == position for r in open_sequences)
+        assert all(len(s) <= position for s in survival)
+        assert all(self.plans[r].tokens >= position for r in open_sequences)
+        self.decisions.extend(open_sequences)
+        return super().admit(position, open_sequences, survival)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_policy_is_told_what_is_known_and_no_more(deferred):
+    target = make_target(vocab_size=8)
+    drafter = make_drafter(target)
+    drafter.options.policy, drafter.options.deferred_admission = Watching(0.3, cumulative=True), deferred
+    prompts = [prompt_ids(n, 8, n) for n in (5, 12, 20)]
+    for run in (
+        lambda: [target.generate(p, assistant_model=drafter, max_new_tokens=15, do_sample=True) for p in prompts],
+        lambda: generate_batch(target, drafter, [p[0] for p in prompts], max_new_tokens=15, do_sample=True),
+    ):
+        Watching.decisions.clear()
+        run()
+        assert len(Watching.decisions) > 20
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
@@ -98,7 +140,7 @@ def test_padded_verification_gives_the_same_outputs(family):
     """A table on which two and three rows cost more than five: every forward is padded."""
     target = make_target(family, attn_implementation="eager")
     drafter = calibrated(target)
-    drafter.admission = TwoTokens(table(1.0, 2.0, 2.0, 1.9, 1.2))
+    drafter.options.policy = Planned(2, costs(1.0, 2.0, 2.0, 1.9, 1.2))
     ask = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     ask |= {"output_hidden_states": True, "output_attentions": True}
     plain, fast = generate(target, **ask), generate(target, drafter, **ask)
@@ -119,7 +161,7 @@ def test_padding_stays_inside_the_length_limit(cap):
     """The last rounds have no room for padding beyond what the generation may hold."""
     target = make_target()
     drafter = calibrated(target)
-    drafter.admission = LookaheadScheduler(table(1.0, 2.0, 2.0, 1.9, 0.9), gate=False)
+    drafter.options.policy = LookaheadScheduler(costs(1.0, 2.0, 2.0, 1.9, 0.9), gate=False)
     assert torch.equal(generate(target, tokens=cap), generate(target, drafter, tokens=cap))
     assert max(r.rows for r in drafter.last_generation.history) <= 5
 
@@ -127,8 +169,7 @@ def test_padding_stays_inside_the_length_limit(cap):
 def test_a_policy_that_asks_for_too_much_gets_what_there_is_room_for():
     target = make_target()
     drafter = calibrated(target)
-    drafter.admission = TwoTokens(None)
-    drafter.admission.begin_round = lambda depth, limit: 99
+    drafter.options.policy = Planned(99)
     assert torch.equal(generate(target, tokens=11), generate(target, drafter, tokens=11))
     assert drafter.last_generation.drafted[3] > 0
 
@@ -136,7 +177,7 @@ def test_a_policy_that_asks_for_too_much_gets_what_there_is_room_for():
 def test_padding_in_a_static_cache(target):
     """A static cache has no place beyond the generation's length."""
     drafter = calibrated(target)
-    drafter.admission = TwoTokens(table(1.0, 2.0, 2.0, 1.9, 1.2))
+    drafter.options.policy = Planned(2, costs(1.0, 2.0, 2.0, 1.9, 1.2))
     for tokens in range(3, 12):
         plain = generate(target, tokens=tokens)
         fast = generate(target, drafter, tokens=tokens, cache_implementation="static")
@@ -145,7 +186,7 @@ def test_padding_in_a_static_cache(target):
 
 def test_a_useless_drafter_is_parked(target):
     drafter = calibrated(target)
-    drafter.step_rates = table(1.0, 1.3, 1.6, 1.9, 2.2, draft=0.4)
+    drafter.options.step_rates = costs(1.0, 1.3, 1.6, 1.9, 2.2, draft=0.4)
     drafter.config.expected_acceptance = [0.02] * 4
     assert torch.equal(generate(target, tokens=60), generate(target, drafter, tokens=60))
     stats = drafter.last_generation
@@ -159,45 +200,15 @@ def test_a_useless_drafter_is_parked(target):
 
 def test_a_context_kept_while_parked_is_not_lost(target):
     """After many plain steps the drafter still drafts what it would have drafted all along."""
-    drafter = make_drafter(target)
-
-    class Late:
-        reads_survival = False
-        step_rates = table(1.0, 1.0, 1.0, 1.0, 1.0)
-
-        def fresh(self):
-            self.rounds = 0
-            return self
-
-        def begin_round(self, depth, limit):
-            self.rounds += 1
-            return limit if self.rounds > 9 else 0
-
-        def admit(self, position, survival_so_far):
-            return True
-
-        def end_round(self, outcome):
-            pass
-
-    drafts = {}
-    original = DSparkDraftModel.draft
-    for name, policy in (("always", FixedLength(4)), ("late", Late())):
-        drafts[name] = {}
-
-        def draft(self, prefix, *args, name=name, **kwargs):
-            block = original(self, prefix, *args, **kwargs)
-            drafts[name][prefix.shape[1]] = block.token_ids.tolist()
-            return block
-
-        DSparkDraftModel.draft = draft
-        drafter.admission = policy
-        try:
-            generate(target, drafter, tokens=30)
-        finally:
-            DSparkDraftModel.draft = original
-    both = [n for n in drafts["late"] if n in drafts["always"] and len(drafts["late"][n]) == len(drafts["always"][n])]
+    drafter, drafts = make_drafter(target), []
+    for policy in (FixedLength(4), Planned(4, first=9)):
+        drafter.options.policy = policy
+        generate(target, drafter, tokens=30)
+        drafts.append({r.depth: r.confidence_logits for r in drafter.last_generation.history if r.drafted == 4})
+    both = drafts[0].keys() & drafts[1].keys()
     assert len(both) > 5
-    assert all(drafts["late"][n] == drafts["always"][n] for n in both)
+    for depth in both:
+        torch.testing.assert_close(drafts[0][depth], drafts[1][depth])
 
 
 def test_rounds_are_recorded(target):
@@ -217,10 +228,10 @@ def test_rounds_are_recorded(target):
 def test_survival_is_calibrated(target):
     """c_k = σ(logit_k / T_k + s_k), and the raw logits stay what the head gives."""
     drafter = calibrated(target)
-    drafter.admission = ConfidenceThreshold(0.0)
+    drafter.options.policy = ConfidenceThreshold(0.0)
     generate(target, drafter)
     record = next(r for r in drafter.last_generation.history if r.drafted == 4)
-    scaled = record.confidence_logits[0].double() / torch.tensor([1.2, 1.1, 1.0, 1.0]).double()
+    scaled = record.confidence_logits.double() / torch.tensor([1.2, 1.1, 1.0, 1.0]).double()
     wanted = torch.sigmoid(scaled + torch.tensor([-0.2, 0.0, 0.1, 0.0]).double()).cumprod(0)
     torch.testing.assert_close(torch.tensor(record.survival).double(), wanted, atol=1e-6, rtol=0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import make_drafter, make_target, prompt_ids
-from test_admission import outcome
+from test_policies import round_record, sequence_record
 
 from dspark_hf import DSparkDraftModel, StepRates, scheduled, step_rates_of
 from dspark_hf.decoding import profiling
@@ -39,20 +39,68 @@ def test_depths_are_interpolated():
     assert rates.round_cost(1, 1, 2, 100) == pytest.approx(2.6)
 
 
+def live_round(rates: StepRates, count: int = 1, **changes) -> None:
+    """One round in which each of `count` sequences verified one drafted token."""
+    sequence = sequence_record(planned=1, drafted=1, verified=1, rows=2)
+    rates.observe(round_record([sequence] * count, **changes))
+
+
 def test_live_rounds_correct_slowly():
     rates = StepRates([1, 2], [1], [[1.0, 2.0]], [[0.0, 0.0]], [0.5], 0.0)
-    rates.observe(outcome([], drafted=1, rows=2, limit=1, draft_seconds=0.5, verify_seconds=4.0))
+    live_round(rates, draft_seconds=0.5, verify_seconds=4.0)
     assert 2.0 < rates.cost(2, 1) < 2.6
     for _ in range(200):
-        rates.observe(outcome([], drafted=1, rows=2, limit=1, draft_seconds=1.0, verify_seconds=4.0))
+        live_round(rates, draft_seconds=1.0, verify_seconds=4.0)
     assert rates.cost(2, 1) == pytest.approx(4.0, rel=0.02)
     assert rates.draft_cost(1, 1) == pytest.approx(1.0, rel=0.02)
     assert rates.cost(1, 1) > 1.1  # the whole machine is taken to be slower
     assert rates.target_seconds == [[1.0, 2.0]]  # what is kept in the file stays what was measured
     rates.live = False
     before = rates.cost(2, 1)
-    rates.observe(outcome([], drafted=1, rows=2, verify_seconds=40.0))
+    live_round(rates, verify_seconds=40.0)
     assert rates.cost(2, 1) == before
+
+
+def test_rounds_that_say_nothing_of_the_drafter():
+    """A draft after many plain steps is no usual one; a copy drafts nothing, and its forward counts all the same."""
+    for backlog, copied, count in ((500, False, 1), (1, True, 1), (40, False, 2)):
+        rates = StepRates([1, 2], [1], [[1.0, 2.0]], [[0.0, 0.0]], [0.5], 0.0)
+        sequence = sequence_record(planned=1, drafted=1, verified=1, rows=2, copied=copied)
+        rates.observe(round_record([sequence] * count, backlog=backlog, draft_seconds=9.0, verify_seconds=8.0))
+        assert rates.draft_cost(1, 1) == 0.5
+        assert rates.cost(2, 1) > 2.0
+    live_round(rates, 3, backlog=40, draft_seconds=9.0)
+    assert rates.draft_cost(1, 1) > 0.5
+    rates.observe(round_record([], rows=9))
+
+
+def test_columns_for_several_sequences():
+    table = [1, 8], [1], [[1.0, 2.0]], [[0.0, 0.0]], [0.5, 0.7], 0.1
+    rates = StepRates(*table, {}, [2, 4], [0.2, 0.6], [[1.0, 1.2], [2.0, 2.2]], [0.15, 0.2])
+    assert [rates.cost(8, 1, n) for n in (1, 2, 3, 4)] == pytest.approx([2.0, 2.2, 2.4, 2.6])
+    assert [rates.draft_cost(1.5, 2, n) for n in (1, 2, 3)] == pytest.approx([0.8, 1.4, 1.95])
+    assert rates.blocks_cost([2, 0, 1], 2) == pytest.approx(1.4)
+    assert rates.blocks_cost([0, 0], 0) == 0.0
+    sequences = [sequence_record(planned=n, drafted=n, rows=n + 1) for n in (1, 2, 0)]
+    record = round_record(sequences, rows=8, prefill_rows=2)
+    assert rates.record_cost(record) == pytest.approx(1.4 + rates.cost(6, 10, 3))
+    for _ in range(200):
+        live_round(rates, 4, rows=8, draft_seconds=4.4, verify_seconds=5.2)
+    assert rates.cost(8, 1, 4) == pytest.approx(5.2, rel=0.02)
+    assert rates.draft_cost(1, 1, 4) == pytest.approx(4.4, rel=0.02)
+    with pytest.raises(ValueError, match="sequences must ascend from 2"):
+        StepRates(*table, {}, [4, 2], [0.2, 0.6], [[1.0], [2.0]], [0.1, 0.2])
+
+
+def test_a_table_for_a_few_sizes_of_forwards():
+    """Compiled forwards: three rows cost what four do, and what live rounds taught stays."""
+    rates = StepRates([1, 3, 4, 8], [1], [[1.0, 9.0, 2.0, 3.0]], [[0.0] * 4], [], 0.0)
+    stepped = rates.stepped((1, 4, 8))
+    assert [stepped.measured(b, 1) for b in (1, 2, 3, 4, 5, 8)] == [1.0, 2.0, 2.0, 2.0, 3.0, 3.0]
+    live_round(stepped, rows=4, verify_seconds=4.0)
+    assert rates.stepped((1, 4, 8)) is stepped and stepped.cost(3, 1) > 2.0 and rates.cost(4, 1) == 2.0
+    rates.live = False
+    assert not rates.stepped((1, 4, 8)).live
 
 
 @pytest.mark.parametrize(
@@ -193,12 +241,6 @@ def test_where_nothing_can_be_measured_whole_blocks_are_drafted(target, drafter,
     target.generate(prompt_ids(), max_new_tokens=8, do_sample=False, assistant_model=calibrated(drafter))
     assert drafter.last_generation.policy == "GuardedLength"
     assert "no such kernel" in caplog.text
-
-
-def test_a_draft_after_many_plain_steps_says_nothing_of_the_usual_one():
-    rates = StepRates([1, 2], [1], [[1.0, 2.0]], [[0.0, 0.0]], [0.5], 0.0)
-    rates.observe(outcome([], drafted=1, rows=2, limit=1, backlog=500, draft_seconds=9.0, verify_seconds=2.0))
-    assert rates.draft_cost(1, 1) == 0.5
 
 
 def test_batch_columns_time_whole_drafts(monkeypatch):

@@ -41,14 +41,13 @@ class Expectation:
     persistence: float = 0.3
     information: float = 4.0
 
-    def of(self, position: int) -> float:
-        """P(x_k is accepted | x_<k were) in logits, k = `position` counted from 0."""
-        return logit(self.acceptance[position]) if position < len(self.acceptance) else 0.0
-
 
 @dataclass
 class AcceptanceEstimate:
-    """How likely drafted tokens are: what one text has shown, on top of the expectation. reads_survival: `False` for a drafter without confidences."""
+    """How likely drafted tokens are: what one text has shown, on top of the expectation.
+
+    reads_survival: `False` for a drafter without confidences.
+    """
 
     expected: Expectation
     reads_survival: bool = True
@@ -58,6 +57,11 @@ class AcceptanceEstimate:
 
     def __post_init__(self) -> None:
         self._information = self.expected.information
+        self._logits = [logit(p) for p in self.expected.acceptance]
+
+    def _expected(self, position: int) -> float:
+        """P(x_k is accepted | x_<k were) in logits before this text, k = `position` counted from 0; one half beyond the last."""
+        return self._logits[position] if position < len(self._logits) else 0.0
 
     def corrected(self, survival: Sequence[float]) -> list[float]:
         """Conditional confidences c_1..c_k with the shift that this text has shown."""
@@ -71,7 +75,7 @@ class AcceptanceEstimate:
         """Expected conditional acceptance after `position`; the first lies `deviation` logits off the text's level."""
         tail = []
         for k in range(position, limit):
-            tail.append(sigmoid(self.expected.of(k) + self._shift + self._level + deviation))
+            tail.append(sigmoid(self._expected(k) + self._shift + self._level + deviation))
             deviation *= self.expected.persistence
         return tail
 
@@ -80,7 +84,7 @@ class AcceptanceEstimate:
         if not self.reads_survival:
             return self.tail(0, limit, 0.0)
         known = self.corrected(survival)
-        deviation = logit(known[-1]) - self.expected.of(position - 1) - self._shift - self._level
+        deviation = logit(known[-1]) - self._expected(position - 1) - self._shift - self._level
         return known + self.tail(position, limit, deviation * self.expected.persistence)
 
     def learn(self, record: SequenceRecord) -> None:
@@ -88,7 +92,7 @@ class AcceptanceEstimate:
         verified, accepted = record.verified, record.accepted
         known = self.corrected(record.survival) if self.reads_survival else self.tail(0, verified, 0.0)
         if self.reads_survival and known:
-            deviations = [logit(c) - self._shift - self.expected.of(k) for k, c in enumerate(known)]
+            deviations = [logit(c) - self._shift - self._expected(k) for k, c in enumerate(known)]
             self._level += _LEVEL_PACE * (sum(deviations) / len(deviations) - self._level)
         for k, c in enumerate(known[: min(accepted + 1, verified)]):
             self._information = min(self._information + c * (1 - c), _MOST_INFORMATION)

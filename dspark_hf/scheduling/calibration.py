@@ -1,7 +1,5 @@
 """Calibrated confidences: sequential temperature scaling (paper §3.2.1), and what to expect of later positions.
 
-Owns: the expected calibration error, the fit from observed rounds, the record of it. Does not own: collecting rounds
-(`evaluation.acceptance`), applying the calibration (`drafting_dspark`), figures (`evaluation.plots`).
 Axes: N rounds with full blocks, γ positions. A confidence is c_k = σ(logit_k / T_k + s_k), survival a_k its product up to k.
 
 Temperatures alone can't move a mean: a drafter that is too sure everywhere would stay so. Each position therefore gets a
@@ -24,7 +22,7 @@ MIN_REACHED = 50  # rounds in which everything before a position was accepted
 class Calibration:
     """What calibration adds to a drafter's config; each list has γ entries.
 
-    temperatures, shifts: T_k and s_k. expected_acceptance: P(x_k stands | x_<k stood). persistence: how much of a position's
+    temperatures, shifts: T_k and s_k. expected_acceptance: P(x_k is accepted | x_<k were). persistence: how much of a position's
     deviation from that (in logits) the next one shares. too_few: positions (from 1) left as they were for want of rounds.
     """
 
@@ -47,10 +45,7 @@ def survival(
 
 def expected_calibration_error(predicted: np.ndarray, happened: np.ndarray, bins: int = BINS) -> float:
     """Mean gap between prediction and frequency over equally wide bins, weighted by their rounds. [N], [N] -> 0..1"""
-    total = 0.0
-    for _, gap, share in reliability(predicted, happened, bins):
-        total += abs(gap) * share
-    return total
+    return sum(abs(gap) * share for _, gap, share in reliability(predicted, happened, bins))
 
 
 def reliability(predicted: np.ndarray, happened: np.ndarray, bins: int = BINS) -> list[tuple[float, float, float]]:
@@ -66,7 +61,7 @@ def reliability(predicted: np.ndarray, happened: np.ndarray, bins: int = BINS) -
 
 def fit_calibration(
     logits: np.ndarray,  # [N, γ], raw confidence logits of full blocks
-    accepted: np.ndarray,  # [N], how many tokens of each block stood
+    accepted: np.ndarray,  # [N], how many tokens of each block were accepted
     shift: bool = True,
     min_reached: int = MIN_REACHED,
 ) -> Calibration:
@@ -82,27 +77,31 @@ def fit_calibration(
     before = np.ones(len(logits))
     temperatures, shifts, expected, too_few = [], [], [], []
     for k in range(logits.shape[1]):
-        reached, stood = accepted >= k, accepted > k
+        reached, happened = accepted >= k, accepted > k
         temperature, offset = 1.0, 0.0
         if reached.sum() < min_reached:
             too_few.append(k + 1)
         else:
-            candidates = [(t, _matching_shift(logits[:, k] / t, before, stood) if shift else 0.0) for t in TEMPERATURES]
-            errors = [expected_calibration_error(before * _sigmoid(logits[:, k] / t + s), stood) for t, s in candidates]
+            candidates = [
+                (t, _matching_shift(logits[:, k] / t, before, happened) if shift else 0.0) for t in TEMPERATURES
+            ]
+            errors = [
+                expected_calibration_error(before * _sigmoid(logits[:, k] / t + s), happened) for t, s in candidates
+            ]
             temperature, offset = candidates[int(np.argmin(errors))]
         before = before * _sigmoid(logits[:, k] / temperature + offset)
         temperatures.append(float(temperature))
         shifts.append(float(offset))
         # Few rounds are filled up with the model's own mean confidence.
         prior = float(_sigmoid(logits[reached if reached.any() else ..., k] / temperature + offset).mean())
-        expected.append(float((stood.sum() + 10.0 * prior) / (reached.sum() + 10.0)))
+        expected.append(float((happened.sum() + 10.0 * prior) / (reached.sum() + 10.0)))
     persistence = _persistence(logits / np.asarray(temperatures) + np.asarray(shifts), accepted, expected)
     return Calibration(temperatures, shifts, expected, persistence, too_few)
 
 
-def _matching_shift(scaled: np.ndarray, before: np.ndarray, stood: np.ndarray) -> float:
+def _matching_shift(scaled: np.ndarray, before: np.ndarray, happened: np.ndarray) -> float:
     """The shift with which the mean of before * σ(scaled + shift) is the observed frequency; bisection."""
-    wanted = min(max(stood.mean(), 0.5 / len(stood)), before.mean() * (1 - 1e-6))
+    wanted = min(max(happened.mean(), 0.5 / len(happened)), before.mean() * (1 - 1e-6))
     low, high = -12.0, 12.0
     for _ in range(40):
         middle = (low + high) / 2

@@ -12,6 +12,7 @@ expectation, never with what was or will be drawn (non-anticipating).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -33,8 +34,8 @@ class _Member:
 
 @dataclass
 class _Block:
-    """tokens: what a block is best made for. worth: its tokens less rows and steps, the parallel stage not yet paid. rows:
-    that it is expected to verify."""
+    """tokens: what a block is best made for. worth: its tokens less rows and steps; of the parallel stage only what it takes
+    beyond one for one token is paid. rows: that it is expected to verify."""
 
     tokens: int = 0
     worth: float = 0.0
@@ -50,26 +51,26 @@ class _Prices:
         count, depth = len(sequences), mean_depth(sequences)
         self._rates, self._place = rates, (depth, count)
         self._base = count + prefill_rows
-        self._seconds = [rates.cost(self._base, depth, count)]
         self.rate = run.per_second(rates.cost(count, depth, count), count)
+        self._forwards: list[float] = []  # with 0, 1, 2, ... rows beyond one for each sequence
         self.drafting = drafting
         # One more drafted position, of any number of sequences.
         self.step = self.rate * (rates.draft_cost(1, 1, drafting) - rates.draft_cost(1, 0, drafting))
 
-    def rows(self, n: int, before: int = 0) -> float:
-        """Of `n` more rows in a forward that has one for each sequence and `before` others."""
-        while len(self._seconds) <= before + n:
-            self._seconds.append(self._rates.cost(self._base + len(self._seconds), *self._place))
-        return self.rate * (self._seconds[before + n] - self._seconds[before])
+    def forwards(self, most: int) -> Sequence[float]:
+        """Of the target's forward with 0, 1, ..., `most` (or more) rows beyond one for each sequence."""
+        while len(self._forwards) <= most:
+            seconds = self._rates.cost(self._base + len(self._forwards), *self._place)
+            self._forwards.append(self.rate * seconds)
+        return self._forwards
 
     def stage(self, sequences: int) -> float:
         """Of the parallel stage for `sequences` blocks of one token."""
         return self.rate * self._rates.draft_cost(1, 0, sequences) if sequences else 0.0
 
-    def longer_block(self, limit: int) -> list[float]:
-        """Of making one sequence's block for 1, 2, ..., `limit` tokens rather than for one fewer; the first is in `stage`."""
-        seconds = [self._rates.draft_cost(k, 0, self.drafting) for k in range(1, limit + 1)]
-        return [0.0] + [self.rate * (b - a) / self.drafting for a, b in zip(seconds, seconds[1:])]
+    def longer_blocks(self, limits: Sequence[int]) -> float:
+        """Of the parallel stage for blocks of these lengths, beyond that for blocks of one token."""
+        return self.rate * self._rates.blocks_cost(limits, 0) - self.stage(len(limits))
 
 
 @dataclass
@@ -92,9 +93,7 @@ class LookaheadScheduler(Policy):
     _in_round: list[_Member] = field(default_factory=list, init=False, repr=False)
     _limits: list[int] = field(default_factory=list, init=False, repr=False)
     _probing: set[int] = field(default_factory=set, init=False, repr=False)
-    _taken: int = field(
-        default=0, init=False, repr=False
-    )  # rows beyond one a sequence: copies, and tokens admitted so far
+    _taken: int = field(default=0, init=False, repr=False)  # rows of copies and of tokens admitted so far
     _prices: _Prices = field(init=False, repr=False, compare=False)
 
     # -- before drafting ---------------------------------------------------------------------------------------------
@@ -125,48 +124,61 @@ class LookaheadScheduler(Policy):
         """The best block of each sequence that may be drafted, all of them together.
 
         Each is taken to lie above or below its expectation with even chances: in two cases, half of the sequences above in
-        the one and below in the other, each cut where it pays best. Blocks are made as long as the better case wants them:
-        there the price of a longer one is paid.
+        the one and below in the other, each cut where it pays best. Blocks are made as long as the better case wants them,
+        and shorter while that saves more of the parallel stage than it loses.
         """
-        blocks = [_Block() for _ in sequences]
-        if not drafting:
-            return blocks
-        cases = (1, -1) if self.reads_survival else (0,)
-        longer = self._prices.longer_block(max(sequences[r].limit for r in drafting))
-        for case in cases:
-            ahead, paid = [], []
-            for place, r in enumerate(drafting):
-                side = -case if place % 2 else case
-                tail = self._in_round[r].estimate.tail(0, sequences[r].limit, side * SPREAD)
-                ahead.append(list(accumulate(tail, mul)))
-                paid.append([len(cases) * price for price in longer] if side >= 0 else [0.0] * len(longer))
-            worth, lengths = self._best(ahead, paid)
-            gains = [sum(a[:n]) - sum(p[:n]) for a, p, n in zip(ahead, paid, lengths)]
-            shared = (sum(gains) - worth) / max(sum(lengths), 1)  # rows and steps, by the token
-            for r, gain, n in zip(drafting, gains, lengths):
-                blocks[r].tokens = max(blocks[r].tokens, n)
-                blocks[r].worth += (gain - n * shared) / len(cases)
-                blocks[r].rows += n / len(cases)
-        return blocks
+        best, worth = [_Block() for _ in sequences], -math.inf
+        most = max((sequences[r].limit for r in drafting), default=0)
+        sides = (SPREAD, -SPREAD) if self.reads_survival else (0.0,)
+        ahead = [[self._expected(r, sequences[r].limit, side) for r in drafting] for side in sides]
+        cases = [[ahead[(c + i) % len(sides)][i] for i in range(len(drafting))] for c in range(len(sides))]
+        while most:
+            blocks = [_Block() for _ in sequences]
+            for case in cases:
+                self._add(blocks, drafting, [survival[:most] for survival in case], 1 / len(cases))
+            if sum(b.worth for b in blocks) <= worth:
+                break  # even for nothing; shorter ones are worth less yet
+            made = [b for b in blocks if b.tokens]
+            longer = self._prices.longer_blocks([b.tokens for b in made])
+            for block in made:
+                block.worth -= longer / len(made)
+            if sum(b.worth for b in made) > worth:
+                best, worth = blocks, sum(b.worth for b in made)
+            most = max((b.tokens for b in made), default=1) - 1
+        return best
 
-    def _best(
-        self, ahead: Sequence[Sequence[float]], paid: Sequence[Sequence[float]] | None = None
-    ) -> tuple[float, list[int]]:
+    def _expected(self, r: int, limit: int, deviation: float) -> list[float]:
+        """Survival of a block's positions before anything of it is known."""
+        return list(accumulate(self._in_round[r].estimate.tail(0, limit, deviation), mul))
+
+    def _add(self, blocks: list[_Block], drafting: Sequence[int], ahead: list[list[float]], weight: float) -> None:
+        """What one case of probability `weight` with the survivals `ahead` wants and is worth."""
+        worth, lengths = self._best(ahead)
+        gains = [sum(survival[:n]) for survival, n in zip(ahead, lengths)]
+        shared = (sum(gains) - worth) / max(sum(lengths), 1)  # rows and steps, by the token
+        for r, gain, n in zip(drafting, gains, lengths):
+            blocks[r].tokens = max(blocks[r].tokens, n)
+            blocks[r].worth += weight * (gain - n * shared)
+            blocks[r].rows += weight * n
+
+    def _best(self, ahead: Sequence[Sequence[float]]) -> tuple[float, list[int]]:
         """The prefix of all pairs by rank that is worth most: its worth, and how many tokens of each sequence it takes.
 
-        ahead: survival of each sequence's next tokens. paid: what each costs beside its row and its step.
+        ahead: survival of each sequence's next tokens.
         """
-        lengths = [0] * len(ahead)
-        best, best_lengths, gain, longest = 0.0, list(lengths), 0.0, 0
-        for n, (a, r) in enumerate(ranked_pairs(ahead), start=1):
-            gain += a if paid is None else a - paid[r][lengths[r]]
+        ranked, lengths = ranked_pairs(ahead), [0] * len(ahead)
+        forwards, step = self._prices.forwards(self._taken + len(ranked)), self._prices.step
+        best, taken, gain, longest = 0.0, 0, 0.0, 0
+        for n, (a, r) in enumerate(ranked, start=1):
+            gain += a
             lengths[r] += 1
             if lengths[r] > longest:
-                longest, gain = lengths[r], gain - self._prices.step
-            worth = gain - self._prices.rows(n, self._taken)
+                longest, gain = lengths[r], gain - step
+            worth = gain - (forwards[self._taken + n] - forwards[self._taken])
             if worth > best:
-                best, best_lengths = worth, list(lengths)
-        return best, best_lengths
+                best, taken = worth, n
+        places = [r for _, r in ranked[:taken]]
+        return best, [places.count(r) for r in range(len(ahead))]
 
     def _copies(self, sequences: Sequence[SequenceState], blocks: Sequence[_Block]) -> dict[int, int]:
         """Of which sequences a copy is verified in place of a block, and how many of its tokens."""
@@ -179,10 +191,11 @@ class LookaheadScheduler(Policy):
             if block.tokens:
                 best = max(block.worth - prices.stage(count) + prices.stage(count - 1), 0.0)
             others, gain = round(rows - block.rows), 0.0
+            forwards = prices.forwards(others + len(sequences[r].copy))
             for n, a in enumerate(sequences[r].copy, start=1):
                 gain += a
-                if gain - prices.rows(n, others) > best:
-                    best, length = gain - prices.rows(n, others), n
+                if gain - (forwards[others + n] - forwards[others]) > best:
+                    best, length = gain - (forwards[others + n] - forwards[others]), n
             if length:
                 copies[r] = length
                 rows += length - block.rows

@@ -298,6 +298,8 @@ class ConfidenceThreshold(Policy):
 
 def ranked_pairs(survival: Sequence[Sequence[float]]) -> list[tuple[float, int]]:
     """(a_{r,k}, r) of all pairs by falling survival; of equal ones the earlier position first."""
+    if len(survival) == 1:
+        return [(a, 0) for a in survival[0]]  # falling as it is
     pairs = [(-a, k, r) for r, sequence in enumerate(survival) for k, a in enumerate(sequence)]
     return [(-a, r) for a, _, r in sorted(pairs)]
 

@@ -73,9 +73,8 @@ class StepRates:
                 f"got rows {self.rows} and depths {self.depths}."
             )
         batch = (self.sequence_seconds, self.batch_block_seconds, self.batch_step_seconds)
-        if {len(column) for column in batch} != {len(self.sequences)} or sorted({1, *self.sequences})[
-            1:
-        ] != self.sequences:
+        ascend = sorted({1, *self.sequences}) == [1, *self.sequences]
+        if not ascend or {len(column) for column in batch} != {len(self.sequences)}:
             raise ValueError(
                 f"StepRates: sequences must ascend from 2, with one entry each in the three batch columns; got {self.sequences}."
             )
