@@ -9,9 +9,9 @@ from __future__ import annotations
 import base64
 
 import numpy as np
-from dspark_hf.decoding.stats import GenerationStats
 from render import escape
 
+from dspark_hf.decoding.statistics import GenerationStats
 from dspark_hf.evaluation.plots import png, step_rate_curve
 from dspark_hf.scheduling.step_costs import StepRates
 

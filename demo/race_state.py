@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dspark_hf.decoding.stats import GenerationStats
-
+from dspark_hf.decoding.statistics import GenerationStats
 from dspark_hf.evaluation.completion import DecodingOptions
 
 PLAIN, DSPARK = "plain", "dspark"

@@ -13,6 +13,7 @@ from transformers.utils import logging
 from dspark_hf import DSparkConfig, DSparkDraftModel, StepRates
 from dspark_hf.decoding.checks import likely_mistakes
 from dspark_hf.decoding.hook import check_pair
+from dspark_hf.decoding.target import TargetTaps
 from dspark_hf.doctor import findings
 from dspark_hf.doctor.examine import examine
 from dspark_hf.doctor.findings import FAILED, OK, PROBED, SKIPPED, SPEED, WARNING, Report

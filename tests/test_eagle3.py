@@ -9,7 +9,7 @@ import torch
 from conftest import make_eagle3, make_target, make_tokenizer, prompt_ids
 from transformers import AutoModel
 
-from dspark_hf import BatchEngine, DSparkConfig, DSparkDraftModel, FixedLength
+from dspark_hf import DSparkConfig, DSparkDraftModel, FixedLength, generate_batch
 from dspark_hf.decoding.compat import cache_of
 from dspark_hf.decoding.drafting import Drafting
 from dspark_hf.decoding.profiling import ProfilePlan, measure_step_rates
@@ -83,6 +83,23 @@ def test_generation_of_every_kind(target):
     assert torch.equal(
         plain, target.generate(inputs_embeds=embeds, max_new_tokens=12, do_sample=False, assistant_model=drafter)
     )
+
+
+@pytest.mark.parametrize("overrides", [{}, {"draft_vocab_size": 9, "context_window": 6, "context_sinks": 2}])
+def test_many_at_once(overrides):
+    """Each token drafted is a row of all; requests of all lengths, more than run at once."""
+    target = make_target(vocab_size=12)
+    drafter = make_eagle3(target, **overrides)
+    prompts = [prompt_ids(n, 12, n)[0] for n in (1, 7, 30, 4, 12)]
+    plain = [target.generate(p[None], max_new_tokens=25, do_sample=False)[0, len(p) :].tolist() for p in prompts]
+    engine = {"max_sequences": 3, "prefill_chunk": 8, "policy": FixedLength(3)}
+    outputs = generate_batch(target, drafter, prompts, max_new_tokens=25, do_sample=False, engine=engine)
+    assert [o.token_ids for o in outputs] == plain
+    assert sum(sum(o.stats.accepted) for o in outputs) > 0
+    for prompt, output in zip(prompts, outputs):  # the same rounds as alone
+        drafter.options.policy, drafter.generation_config.num_assistant_tokens = FixedLength(3), 3
+        target.generate(prompt[None], max_new_tokens=25, do_sample=False, assistant_model=drafter)
+        assert [r.accepted for r in output.stats.history] == [r.accepted for r in drafter.last_generation.history]
 
 
 def test_positions_after_a_prompt_of_embeddings(target, monkeypatch):
@@ -193,8 +210,6 @@ def test_what_its_config_refuses(settings, message):
 
 def test_what_refuses_it(target):
     drafter = make_eagle3(target)
-    with pytest.raises(ValueError, match="one request at a time"):
-        BatchEngine(target, drafter)
     with pytest.raises(ValueError, match="Eagle3"):
         to_deepspec(drafter, target)
     with pytest.raises(ValueError, match="Eagle3"):

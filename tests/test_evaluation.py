@@ -21,6 +21,7 @@ from dspark_hf.evaluation.prompt_sets import PUBLIC_SETS, load_conversations
 from dspark_hf.evaluation.questions import DecodingOptions
 from dspark_hf.evaluation.rounds import Sample, collect
 from dspark_hf.loading.pairs import Target
+from dspark_hf.scheduling.policy import SequenceState
 
 
 @pytest.fixture
@@ -139,7 +140,9 @@ def test_both_halves_of_a_calibration_have_every_source():
 def test_policies_by_name(name, tiny):
     target, drafter = tiny
     before = drafter.generation_config.num_assistant_tokens
-    assert make_policy(name, target.model, drafter).admit(1, [0.99]) in (True, False)
+    policy = make_policy(name, target.model, drafter)
+    assert policy.plan([SequenceState(0, depth=9, limit=4)])[0].tokens <= 4
+    assert policy.admit(1, [0], [[0.99]])[0] in (True, False)
     with using_policy(name, target.model, drafter):
         assert drafter.options.policy is not None
         assert drafter.generation_config.num_assistant_tokens == (3 if name == "fixed:3" else 4)

@@ -11,7 +11,7 @@ from conftest import GOLDEN, GOLDEN_PACKAGINGS, needs_golden, needs_packagings
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dspark_hf import DSparkDraftModel, FixedLength, generate_batch
+from dspark_hf import ConfidenceThreshold, DSparkDraftModel, FixedLength, generate_batch
 from dspark_hf.training.step import Batch, DraftTrainingStep, LossWeights, draw_anchors, make_blocks, position_weights
 from dspark_hf.training.unroll import EAGLE3_LOSS, UnrolledTrainingStep, unroll
 
@@ -224,7 +224,8 @@ def runs() -> list:
 @pytest.mark.parametrize(("folder", "target", "ids", "run"), runs())
 def test_decoding_loop(folder, target, ids, run, targets):
     drafter = DSparkDraftModel.from_pretrained(folder)
-    drafter.generation_config.assistant_confidence_threshold = run.get("confidence_threshold") or 0.0
+    if run.get("confidence_threshold"):  # the reference never backs off
+        drafter.options.policy = ConfidenceThreshold(run["confidence_threshold"], patience=None)
     settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": run["stop_token_ids"], "pad_token_id": 0}
     output = targets[target].generate(torch.tensor([ids]), assistant_model=drafter, **settings)
     assert output[0].tolist() == run["output_ids"]

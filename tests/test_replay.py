@@ -109,7 +109,7 @@ def test_sampled_rounds_have_the_distribution_of_real_decoding(policy, arguments
         settings = {"attention_mask": torch.ones_like(ids), **options.arguments}
         tokens = model.generate(ids, assistant_model=drafter, **settings)[0, 4:]
         rounds = drafter.last_generation.history
-        logits = tuple(tuple(round(x, 4) for x in r.confidence_logits[0].tolist()) if r.drafted else () for r in rounds)
+        logits = tuple(tuple(round(x, 4) for x in r.confidence_logits.tolist()) if r.drafted else () for r in rounds)
         return tuple(tokens.tolist()), tuple((r.drafted, r.accepted) for r in rounds), logits
 
     real, replayed = defaultdict(float), defaultdict(float)

@@ -289,14 +289,14 @@ def test_too_many_requests_at_once():
 
 def test_a_fault_in_the_engine_is_told_and_survived(server, client, monkeypatch):
     server.wait_until_idle()
-    runner = server.worker.engine._runner
-    forward = runner.forward
+    backend = server.worker.engine._backend
+    read = backend.read
 
     def broken(*arguments):
-        monkeypatch.setattr(runner, "forward", forward)
+        monkeypatch.setattr(backend, "read", read)
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr(runner, "forward", broken)
+    monkeypatch.setattr(backend, "read", broken)
     with pytest.raises(openai.InternalServerError):
         ask(client)
     assert ask(client, max_tokens=2).usage.completion_tokens == 2

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -129,7 +130,10 @@ class Speculation:
         if self.policy is None or not sequences:
             return states, copies, [Plan(0)] * len(states)
         started = time.perf_counter()
-        plans = self.policy.plan(states, prefill_rows)
+        plans = [
+            plan if plan.copied or plan.tokens <= state.limit else replace(plan, tokens=state.limit)
+            for plan, state in zip(self.policy.plan(states, prefill_rows), states, strict=True)
+        ]
         for s in sequences:
             s.stats.scheduling_seconds += time.perf_counter() - started
         return states, copies, plans

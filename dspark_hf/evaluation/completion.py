@@ -57,7 +57,7 @@ def block_policy(name: str, length: int = 0) -> FixedLength | ConfidenceThreshol
             return FixedLength(length)
         if kind == "fixed":
             return FixedLength(int(number))
-        return ConfidenceThreshold(float(number)) if kind == "threshold" else None
+        return ConfidenceThreshold(float(number), patience=None) if kind == "threshold" else None
     except ValueError as error:
         raise ValueError(f"Policy {name!r}: {error} Write for example fixed:3 or threshold:0.4.") from None
 

@@ -74,7 +74,7 @@ def fingerprint(drafter: DSparkDraftModel) -> str:
     """Tells this drafter from another one, and from itself before more training or calibration."""
     config = {k: v for k, v in drafter.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     weights = [float(p.detach().cpu().double().sum()) for p in drafter.parameters()]
-    return digest([config, weights, drafter.top_candidates])
+    return digest([config, weights, drafter.num_candidates(drafter.options.top_candidates)])
 
 
 def settings_of(

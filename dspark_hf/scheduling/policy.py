@@ -11,6 +11,7 @@ is of tokens already committed.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -196,7 +197,7 @@ class BackOff:
 class _Patience:
     """Backs off from each sequence of which `rounds` in a row were of no use."""
 
-    def __init__(self, rounds: int) -> None:
+    def __init__(self, rounds: float) -> None:
         self.rounds = rounds
         self._misses: dict[int, int] = {}
         self._back_off: dict[int, BackOff] = {}
@@ -263,19 +264,19 @@ class GuardedLength(Policy):
 class ConfidenceThreshold(Policy):
     """Stop before the first position whose confidence c_k (or survival a_k, where `cumulative`) is below `threshold`.
 
-    Backs off from a sequence once the first position was refused in `patience` rounds in a row: a threshold that refuses
-    everything would only pay for the drafter's parallel stage.
+    Backs off from a sequence once the first position was refused in `patience` rounds in a row (`None`: never): a threshold
+    that refuses everything would only pay for the drafter's parallel stage.
     """
 
     threshold: float
     cumulative: bool = False
-    patience: int = 3
+    patience: int | None = 3
     reads_survival = True
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.threshold <= 1.0:
             raise ValueError(f"ConfidenceThreshold: threshold must be between 0 and 1, got {self.threshold}.")
-        self._patience = _Patience(self.patience)
+        self._patience = _Patience(math.inf if self.patience is None else self.patience)
 
     def plan(self, sequences: Sequence[SequenceState], prefill_rows: int = 0) -> list[Plan]:
         return [planned(s, self._patience.limit(s)) for s in sequences]
