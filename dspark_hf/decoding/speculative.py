@@ -20,7 +20,6 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput
 
-from ..linear.linear_layers import tuned
 from ..model.modeling_dspark import DSparkDraftModel
 from ..model.sampler_dspark import DraftBlock
 from .candidates import DSparkCandidateGenerator, policy_of
@@ -32,6 +31,7 @@ from .quick_forward import grouped_attention, ordinary_buffers
 from .rollback import Rewinder, check_cache, check_room
 from .stats import GenerationStats, RoundRecord, synchronize
 from .targets import TargetTaps, check_image_mask, length_dependent_rope, most_read_alike
+from .tuned_pair import tuned
 
 # Arguments with a line for each token that grow rightly by one line at a time only.
 _GROWN_BY_ONE = ("token_type_ids", "cross_attention_mask", "image_attention_mask")

@@ -24,7 +24,7 @@ from transformers.utils import logging
 from ..decoding.commit import Text
 from ..decoding.hook import check_pair
 from ..decoding.stats import GenerationStats, synchronize
-from ..linear.linear_layers import tuned
+from ..decoding.tuned_pair import see_changed_weights, tuned
 from ..model.modeling_dspark import DSparkDraftModel
 from ..scheduling.batch import BatchPolicy, BatchRequest, StepOutcome
 from ..scheduling.step_costs import StepRates
@@ -37,6 +37,7 @@ from .stats import EngineStats, StepRecord
 from .turn import Turn
 
 logger = logging.get_logger(__name__)
+_MAX_AGE = 5.0  # seconds within which a busy engine sees that weights were changed; an idle one looks at each request
 _LAZY_FEATURES = 64  # features a request may gather while it is not drafting, before they are projected all the same
 
 
@@ -193,7 +194,7 @@ class BatchEngine:
 
     @contextmanager
     def _armed(self) -> Iterator[None]:
-        layers = contextlib.nullcontext() if self.model is None else tuned(self.target, self.model)
+        layers = contextlib.nullcontext() if self.model is None else tuned(self.target, self.model, max_age=_MAX_AGE)
         with torch.inference_mode(), layers, self._runner.armed():
             yield
 
@@ -224,6 +225,10 @@ class BatchEngine:
 
     def _step(self) -> None:
         """Gate, draft all, schedule, verify once, commit."""
+        if self.model is not None and len(self._queue):  # not timed: it would be taken for a slow round
+            max_age = _MAX_AGE if self._queue.running else 0.0
+            if see_changed_weights(self.target, self.model, max_age):
+                self._queue.forget_down_to(0)  # they were read by the old weights
         started = time.perf_counter()
         self._let_in()
         chunks = self._queue.chunks()

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..decoding.commit import Text
 from ..decoding.profiling import QUICK_DEPTHS, ProfilePlan, lower_quartile, measure_step_rates, table_key, timed_sweeps
 from ..decoding.stats import GenerationStats
-from ..linear.linear_layers import tuned
+from ..decoding.tuned_pair import tuned
 from ..model.modeling_dspark import DSparkDraftModel
 from ..scheduling.admission import FixedLength
 from ..scheduling.batch import PerRequest

@@ -79,7 +79,7 @@ class RequestQueue:
             if self.max_tokens is not None and held + request.capacity > self.max_tokens:
                 break
             if self.max_tokens is not None:
-                self._forget_down_to(self.max_tokens - held - request.capacity)
+                self.forget_down_to(self.max_tokens - held - request.capacity)
             try:
                 if not self._take_over(request):
                     request.slot = self.runner.store.open(request.text.length + 1)
@@ -87,7 +87,7 @@ class RequestQueue:
                 if not is_out_of_memory(error):
                     raise
                 if self.kept:
-                    self._forget_down_to(0)
+                    self.forget_down_to(0)
                     continue
                 if self.running:
                     self.is_full = True
@@ -132,7 +132,7 @@ class RequestQueue:
         request.slot, request.draft_slot, request.pending = kept.slot, kept.draft_slot, kept.pending
         return True
 
-    def _forget_down_to(self, tokens: int) -> None:
+    def forget_down_to(self, tokens: int) -> None:
         """Free kept texts, the oldest first, until the others hold no more than `tokens`."""
         while self.kept and sum(len(kept.token_ids) for kept in self.kept) > max(tokens, 0):
             self._close(self.kept[0].slot, self.kept[0].draft_slot)

@@ -23,8 +23,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..decoding.tuned_pair import tuned
 from ..engine.runner import check_structure, check_target
-from ..linear.linear_layers import tuned
 from ..loading.pairs import Target
 from ..model.modeling_dspark import DSparkDraftModel
 from .acceptance import MACRO, acceptance_figures, by_source, collect, groups_of

@@ -22,11 +22,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..decoding.stats import synchronize
+from ..decoding.tuned_pair import tuned
 from ..engine.batch_policy_of import for_many
 from ..engine.engine import BatchEngine
 from ..engine.profiling import batch_rates_of
 from ..engine.stats import StepRecord
-from ..linear.linear_layers import tuned
 from ..loading.chat_template import encode_messages
 from ..loading.pairs import Target
 from ..model.modeling_dspark import DSparkDraftModel

@@ -27,9 +27,9 @@ from ..decoding import sampling
 from ..decoding.candidates import DSparkCandidateGenerator, policy_of
 from ..decoding.draft_context import DraftContext
 from ..decoding.targets import TargetTaps
+from ..decoding.tuned_pair import tuned
 from ..engine.engine import BatchEngine
 from ..engine.sequence import Prepared, RequestOutput, prepare
-from ..linear.linear_layers import tuned
 from ..loading.chat_template import encode_messages
 from ..loading.pairs import Target
 from ..model.modeling_dspark import DSparkDraftModel

@@ -22,7 +22,7 @@ from ..decoding.compat import CACHE_ARGUMENT
 from ..decoding.profiling import ProfilePlan, measure_step_rates
 from ..decoding.quick_forward import grouped_attention, grow_in_place, ordinary_buffers
 from ..decoding.stats import GenerationStats
-from ..linear.linear_layers import tuned
+from ..decoding.tuned_pair import tuned
 from ..loading.chat_template import encode_messages
 from ..loading.pairs import Target
 from ..model.modeling_dspark import DSparkDraftModel

@@ -98,12 +98,10 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self.top_candidates: int | None = TOP_CANDIDATES if is_large else None
         self.deferred_admission: bool | None = None  # see SequentialLoop; `None`: where the drafter is not on a CPU
         self.step_rates: Any = None  # see scheduling.step_rates; loaded or measured at first need
-        self.skinny_linear = True  # see decoding.linear_layers
+        self.skinny_linear = True  # see decoding.tuned_pair
         self.packed_weights = True  # whether that may keep copies of the target's weights
         self.draft_precision = "bfloat16"  # the lowest of the drafter's products there, or "float32"
         self.lookup_drafts = True  # whether text may be copied where that promises more, see decoding.lookup
-        self.linear_layers: Any = None
-        self.linear_layers_for: Any = None
         self.last_generation: Any = None
         self.post_init()
         self.generation_config = GenerationConfig(
@@ -182,6 +180,15 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         if bias is not None:
             rows.bias = nn.Parameter(bias[ids].to(self.device, self.dtype), requires_grad=False)
         return rows
+
+    @torch.no_grad()
+    def follow_head(self) -> None:
+        """Bring LM head rows that were cut out of the target up to date: a weight may be changed without leaving a trace."""
+        for rows in self.bound_heads():
+            anew = self._reduced_head(self._bound_to[1])
+            for ours, theirs in ((rows.weight, anew.weight), (rows.bias, anew.bias)):
+                if ours is not None and not torch.equal(ours, theirs):
+                    ours.copy_(theirs)
 
     def bound_heads(self) -> list[nn.Module]:
         """The LM head rows cut out for a reduced draft vocabulary (no submodule of ours), if any."""
