@@ -222,7 +222,7 @@ def test_bitsandbytes_target(bits, tmp_path):
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     make_target(dtype=torch.float32, hidden_size=64, head_dim=16, intermediate_size=128).save_pretrained(tmp_path)
-    quantised = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    quantised = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, llm_int8_threshold=0.0)
     target = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantised, dtype=torch.float32)
     drafter = make_drafter(target, bind=False).to(torch.float32)
     plain, fast = both(target, drafter, prompt_ids(), max_new_tokens=12)

@@ -10,12 +10,26 @@ import torch
 from conftest import make_drafter, make_target, prompt_ids
 from torch import nn
 
+from dspark_hf import BatchEngine, FixedLength
+from dspark_hf.decoding import tuned_pair
+from dspark_hf.decoding.tuned_pair import linear_layers_of, see_changed_weights, tuned
+from dspark_hf.engine import engine as engine_file
 from dspark_hf.linear import linear_choices, linear_forms, linear_layers
-from dspark_hf.linear.linear_choices import ROWS
-from dspark_hf.linear.linear_forms import EXACT_FORMS, ROUNDED_FORM, can_pack, units_of
-from dspark_hf.linear.linear_layers import LinearLayers, linear_layers_of, tuned
+from dspark_hf.linear.linear_forms import EXACT_FORMS, ROUNDED_FORM, arranged, can_pack
+from dspark_hf.linear.linear_layers import ROWS, LinearLayers, fingerprint, follow_weights
+from dspark_hf.linear.row_check import check_rows
 
 needs_packing = pytest.mark.skipif(not can_pack(), reason="this torch has no oneDNN")
+
+
+def can_round() -> bool:
+    try:
+        return can_pack() and arranged(ROUNDED_FORM, torch.ones(8, 8)) is not None
+    except RuntimeError:
+        return False
+
+
+needs_rounding = pytest.mark.skipif(not can_round(), reason="this processor has no products in bfloat16")
 
 
 @pytest.fixture(autouse=True)
@@ -34,17 +48,6 @@ def always(form: str, part: str = "target") -> LinearLayers:
     return LinearLayers({part: [form] * len(ROWS)})
 
 
-class Attention(nn.Module):
-    """Three layers side by side, as transformers names them."""
-
-    def __init__(self, bias: bool = False) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(24, size, bias=bias) for size in (16, 8, 8))
-
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
-
-
 @pytest.mark.parametrize("form", ["stock", "transposed", pytest.param("packed", marks=needs_packing)])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (1, 5), (2, 3), (1, 8), (3, 60), (7,), (1, 0)])
@@ -59,7 +62,7 @@ def test_same_numbers(form, bias, shape):
     assert got.is_contiguous()
 
 
-@needs_packing
+@needs_rounding
 def test_bfloat16():
     layer, x = nn.Linear(24, 10).to(torch.bfloat16), torch.randn(1, 4, 24).to(torch.bfloat16)
     with torch.no_grad():
@@ -94,20 +97,169 @@ def test_left_alone():
         assert "forward" not in vars(plain)
 
 
+CHANGES = {
+    "nothing": lambda weight: None,
+    "in place": lambda weight: weight.mul_(2.0),
+    "through data": lambda weight: weight.data.add_(1.0),
+    "one number": lambda weight: weight.data[5, 3].add_(60.0),
+    "sign of a row": lambda weight: weight.data[2].neg_(),
+    "rows swapped": lambda weight: weight.data.copy_(weight.data[[1, 0, *range(2, len(weight))]]),
+    "columns swapped": lambda weight: weight.data.copy_(weight.data[:, [2, 1, 0, *range(3, weight.shape[1])]]),
+}
+
+
 @needs_packing
-def test_a_packed_copy_follows_its_weights():
-    layer, x = nn.Linear(8, 8), torch.randn(2, 8)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_rounding)])
+def test_a_packed_copy_follows_its_weights(change, dtype):
+    layer, x = nn.Linear(24, 8).to(dtype), torch.randn(2, 24).to(dtype)
     layers = always("packed")
     with torch.no_grad():
-        for change in (lambda: None, lambda: layer.weight.mul_(2.0), lambda: layer.weight.data.add_(1.0)):
-            change()
+        for step in (lambda weight: None, change, change):
+            before = fingerprint(layer.weight)
+            step(layer.weight)
+            assert follow_weights([layer]) == (fingerprint(layer.weight) != before)
             wanted = layer(x)
             with layers.swapped([layer]):
-                torch.testing.assert_close(layer(x), wanted)
-        layer.weight = nn.Parameter(torch.randn(8, 8))
+                torch.testing.assert_close(layer(input=x), wanted, atol=2e-2, rtol=2e-2)
+
+
+@needs_packing
+def test_a_packed_copy_follows_another_weight_also_while_it_is_in_use():
+    layer, x = nn.Linear(8, 8), torch.randn(2, 8)
+    with torch.no_grad():
+        with always("packed").swapped([layer]):
+            for weight in (torch.randn(8, 8), torch.randn(8, 8)):
+                layer(x)
+                layer.weight = nn.Parameter(weight)
+                assert follow_weights([layer])
+                torch.testing.assert_close(layer(x), nn.functional.linear(x, weight, layer.bias))
+        layer.weight = nn.Parameter(torch.randn(8, 8))  # and where nobody looked
         wanted = layer(x)
-        with layers.swapped([layer]):
+        with always("packed").swapped([layer]):
             torch.testing.assert_close(layer(x), wanted)
+
+
+def in_form(target, drafter, form: str) -> None:
+    layers = linear_layers_of(target, drafter)
+    layers.choices = {part: [form] * len(ROWS) for part in ("target", "drafter")}
+
+
+def greedy(target, drafter=None, **arguments) -> list[int]:
+    return target.generate(prompt_ids(), max_new_tokens=30, do_sample=False, assistant_model=drafter)[0, 7:].tolist()
+
+
+def hidden_change(weight: torch.Tensor) -> None:
+    """Of all numbers but those that once were looked at as a sample."""
+    flat = weight.data.view(-1)
+    other = torch.arange(len(flat)) % (len(flat) // 256 | 1) != 0
+    flat[other] += torch.randn(int(other.sum()))
+
+
+@needs_packing
+@pytest.mark.parametrize("change", [hidden_change, CHANGES["one number"], CHANGES["rows swapped"]])
+@pytest.mark.parametrize("where", ["lm_head", "model.layers.1.mlp.down_proj"])
+@pytest.mark.parametrize("with_engine", [False, True])
+def test_any_change_of_the_targets_weights_is_seen(change, where, with_engine):
+    target = make_target(dtype=torch.float32)
+    drafter = make_drafter(target)
+    drafter.options.policy = FixedLength(3)
+    in_form(target, drafter, "packed")
+    engine = BatchEngine(target, drafter, keep_finished=2)
+
+    def fast() -> list[int]:
+        if not with_engine:
+            return greedy(target, drafter)
+        engine.add(prompt_ids()[0], max_new_tokens=30, do_sample=False)
+        return next(iter(engine.run())).token_ids
+
+    before = greedy(target)
+    assert fast() == before
+    change(target.get_submodule(where).weight)
+    after = greedy(target)
+    assert after != before
+    assert fast() == after
+
+
+@needs_packing
+def test_a_busy_engine_looks_at_the_weights_now_and_then(monkeypatch):
+    target = make_target(dtype=torch.float32)
+    drafter = make_drafter(target)
+    drafter.options.policy = FixedLength(3)
+    in_form(target, drafter, "packed")
+    looks = []
+    monkeypatch.setattr(tuned_pair, "follow_weights", lambda models: looks.append(models) or follow_weights(models))
+    engine = BatchEngine(target, drafter)
+    engine.add(prompt_ids()[0], max_new_tokens=30, do_sample=False)
+    list(engine.run())
+    assert len(looks) == 2  # once armed, once as the first request comes to an idle engine
+    monkeypatch.setattr(engine_file, "_MAX_AGE", 0.0)
+    engine.add(prompt_ids()[0], max_new_tokens=30, do_sample=False)
+    list(engine.run())
+    assert len(looks) >= 2 + engine.stats.steps // 2
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_cut_out_head_rows_follow_the_target(with_bias):
+    target = make_target(dtype=torch.float32)
+    if with_bias:
+        target.lm_head.bias = nn.Parameter(torch.randn(24))
+    drafter = make_drafter(target, draft_vocab_size=16)
+    (rows,) = drafter.bound_heads()
+    greedy(target, drafter)
+    for parameter in target.lm_head.parameters():
+        parameter.data[7] += 1.0
+    with torch.inference_mode():
+        see_changed_weights(target, drafter)
+    assert drafter.bound_heads() == [rows] and not rows.weight.is_inference()
+    for ours, theirs in zip(rows.parameters(), target.lm_head.parameters()):
+        assert torch.equal(ours, theirs[drafter.draft_token_ids()])
+
+
+class Together(nn.Linear):
+    """What LLM.int8() and layers with one scale for all rows have in common."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        step = input.abs().max() / 127
+        return super().forward((input / step).round() * step)
+
+
+class Each(nn.Linear):
+    """A scale for each row."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        step = input.abs().amax(-1, keepdim=True) / 127
+        return super().forward((input / step).round() * step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_layers_whose_rows_depend_on_each_other_are_refused(dtype):
+    target = make_target(dtype=dtype)
+    drafter = make_drafter(target)
+    up = target.model.layers[1].mlp.up_proj
+    target.model.layers[1].mlp.up_proj = Each(up.in_features, up.out_features, bias=False, dtype=dtype)
+    check_rows(target, dtype)
+    target.model.layers[2].mlp.up_proj = Together(up.in_features, up.out_features, bias=False, dtype=dtype)
+    for use in (lambda: greedy(target, drafter), lambda: BatchEngine(target, drafter)):
+        with pytest.raises(ValueError, match="its Together layers give a row other results for several rows at once"):
+            use()
+
+
+@pytest.mark.parametrize("threshold", [1.0, 6.0])
+def test_int8_layers_with_outlier_columns_are_refused(threshold, tmp_path):
+    """Where the activations of one row are above the threshold the others' logits differ by more than rounding."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    source = make_target(dtype=torch.float32, hidden_size=64, head_dim=16, intermediate_size=128)
+    source.model.layers[0].input_layernorm.weight.data[3] = 20.0
+    source.save_pretrained(tmp_path)
+    quantised = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
+    target = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantised, dtype=torch.float32)
+    drafter = make_drafter(target, bind=False).to(torch.float32)
+    for use in (lambda: greedy(target, drafter), lambda: BatchEngine(target, drafter)):
+        with pytest.raises(ValueError, match=r"Linear8bitLt layers.*llm_int8_threshold=0\.0"):
+            use()
 
 
 def test_choices_are_measured():
@@ -140,25 +292,25 @@ def test_switches(monkeypatch):
     target = make_target(dtype=torch.float32)
     drafter = make_drafter(target)
     forms = {}
-    real = linear_layers.chosen_forms
+    real = tuned_pair.chosen_forms
     monkeypatch.setattr(
-        linear_layers, "chosen_forms", lambda part, u, f, *a: forms.update({part: f}) or real(part, u, f, *a)
+        tuned_pair, "chosen_forms", lambda part, m, f, *a: forms.update({part: f}) or real(part, m, f, *a)
     )
     linear_layers_of(target, drafter)
     assert ("bfloat16" in forms["drafter"]) == can_pack() and "bfloat16" not in forms["target"]
-    drafter.draft_precision = "float32"
+    drafter.options.draft_precision = "float32"
     linear_layers_of(target, drafter)
     assert forms["drafter"] == forms["target"]
-    drafter.packed_weights = False
+    drafter.options.packed_weights = False
     linear_layers_of(target, drafter)
     assert forms == {"target": ["stock", "transposed"], "drafter": ["stock", "transposed"]}
-    drafter.skinny_linear = False
+    drafter.options.skinny_linear = False
     assert not linear_layers_of(target, drafter).choices
     assert not linear_layers_of(make_target(), make_drafter(make_target())).choices  # float64
 
 
 def test_no_copies_where_memory_is_short(monkeypatch):
-    monkeypatch.setattr(linear_layers.psutil, "virtual_memory", lambda: type("M", (), {"available": 1000})())
+    monkeypatch.setattr(tuned_pair.psutil, "virtual_memory", lambda: type("M", (), {"available": 1000})())
     target = make_target(dtype=torch.float32)
     choices = linear_layers_of(target, make_drafter(target)).choices
     assert not {"packed", "bfloat16"} & {form for choice in choices.values() for form in choice}
@@ -178,7 +330,7 @@ def test_a_target_that_cannot_be_timed_is_left_as_it_is(monkeypatch):
     def failing(target, depth):
         raise TypeError("another kind of forward")
 
-    monkeypatch.setattr(linear_layers, "filled_cache", failing)
+    monkeypatch.setattr(tuned_pair, "filled_cache", failing)
     target = make_target(dtype=torch.float32)
     assert linear_layers_of(target, make_drafter(target)).choices.keys() == {"drafter"}
 
@@ -187,66 +339,14 @@ def test_a_target_that_cannot_be_timed_is_left_as_it_is(monkeypatch):
 def test_decoding_with_each_form(form):
     target = make_target(dtype=torch.float32)
     drafter = make_drafter(target)
-    measured = linear_layers_of(target, drafter)
-    measured.choices = {part: [form] * len(ROWS) for part in measured.choices}
+    in_form(target, drafter, form)
     plain = target.generate(prompt_ids(), max_new_tokens=30, do_sample=False)
     fast = target.generate(prompt_ids(), max_new_tokens=30, do_sample=False, assistant_model=drafter)
     assert torch.equal(plain, fast)
     assert not any("forward" in vars(m) for m in (*target.modules(), *drafter.modules()))
 
 
-@needs_packing
-@pytest.mark.parametrize("bias", [True, False])
-def test_layers_side_by_side_share_one_product(bias, monkeypatch):
-    attention, products = Attention(bias), []
-    real = linear_layers.product
-    monkeypatch.setattr(linear_layers, "product", lambda form, *a: products.append(form) or real(form, *a))
-    with torch.no_grad(), always("packed").swapped([attention]):
-        for shape in ((1, 4), (2, 3), (1, 1), (1, 4)):
-            x = torch.randn(*shape, 24)
-            got, count = attention(x), len(products)
-            for part, layer in zip(got, (attention.q_proj, attention.k_proj, attention.v_proj)):
-                torch.testing.assert_close(part, nn.functional.linear(x, layer.weight, layer.bias))
-                assert part.is_contiguous()
-            assert products[-1] == "packed" and len(products) == count
-    assert products == ["packed"] * 4
-    assert not any("forward" in vars(m) for m in attention.modules())
-
-
-@needs_packing
-def test_layers_side_by_side_with_other_inputs_are_right(monkeypatch):
-    attention = Attention()
-    a, b = torch.randn(1, 3, 24), torch.randn(1, 3, 24)
-
-    def right(layer, x):
-        torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight))
-
-    with torch.no_grad(), always("packed").swapped([attention]):
-        right(attention.k_proj, b)  # without queries, as for a drafter's context
-        for _ in range(3):
-            right(attention.q_proj, a)
-            right(attention.k_proj, b)  # another input than the queries'
-            right(attention.v_proj, a)
-            right(attention.v_proj, a)  # twice
-        right(attention.q_proj, a)
-        a = a + 1.0
-        right(attention.k_proj, a)
-
-
-def test_layers_that_differ_are_not_side_by_side():
-    attention = Attention()
-    attention.k_proj = nn.Linear(20, 8, bias=False)
-    assert [len(unit) for unit in units_of(attention)] == [1, 1, 1]
-    attention = Attention()
-    attention.v_proj.register_forward_hook(lambda *a: None)
-    assert units_of(attention) == [(attention.q_proj,), (attention.k_proj,)]
-    assert units_of(Attention().double()) == []
-    attention = Attention()
-    shared = units_of(nn.Sequential(attention, attention.q_proj))
-    assert sorted(map(id, (m for unit in shared for m in unit))) == sorted(map(id, attention.children()))
-
-
-@needs_packing
+@needs_rounding
 @pytest.mark.parametrize("bias", [True, False])
 def test_rounded_products_are_close(bias):
     layer, x = nn.Linear(32, 12, bias=bias), torch.randn(1, 4, 32)
@@ -261,7 +361,7 @@ def test_rounded_products_are_close(bias):
     assert 0.0 < (got - wanted).abs().max() < 0.05
 
 
-@needs_packing
+@needs_rounding
 @pytest.mark.parametrize("draft_vocab_size", [None, 16])
 def test_a_drafters_products_may_be_rounded_and_the_targets_never(draft_vocab_size):
     target = make_target(dtype=torch.float32)
@@ -283,7 +383,7 @@ def test_a_drafters_products_may_be_rounded_and_the_targets_never(draft_vocab_si
 def test_an_unknown_precision_is_refused():
     target = make_target(dtype=torch.float32)
     drafter = make_drafter(target)
-    drafter.draft_precision = "int8"
+    drafter.options.draft_precision = "int8"
     with pytest.raises(ValueError, match="draft_precision must be 'float32' or 'bfloat16', got 'int8'"):
         target.generate(prompt_ids(), max_new_tokens=4, assistant_model=drafter)
 
@@ -292,10 +392,9 @@ def test_an_unknown_precision_is_refused():
 def test_a_drafter_with_packed_copies_can_be_copied(tmp_path):
     target = make_target(dtype=torch.float32)
     drafter = make_drafter(target)
-    layers = linear_layers_of(target, drafter)
-    layers._copies.get((target.lm_head,), "packed")
-    again = copy.deepcopy(drafter)
-    assert again.linear_layers.choices == layers.choices
+    in_form(target, drafter, "packed")
+    wanted = greedy(target, drafter)
+    assert greedy(target, copy.deepcopy(drafter)) == wanted
     drafter.save_pretrained(tmp_path)
 
 
@@ -306,16 +405,3 @@ def test_left_to_autocast():
         wanted = layer(x)
         with always("packed").swapped([layer]):
             assert torch.equal(layer(x), wanted)
-
-
-@needs_packing
-def test_a_layer_may_be_called_by_keyword_and_any_weight_counts():
-    attention = Attention()
-    layer, x = attention.q_proj, torch.randn(1, 4, 24)
-    layers = always("packed")
-    with torch.no_grad():
-        for change in (lambda: None, lambda: layer.weight.data[1, 1:].mul_(3.0)):
-            change()
-            wanted = layer(x)
-            with layers.swapped([attention]):
-                torch.testing.assert_close(layer(input=x), wanted)

@@ -14,7 +14,6 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..linear.linear_layers import tuned
 from ..model.modeling_dspark import DSparkDraftModel
 from .attention import grouped_attention
 from .backend import CacheBackend
@@ -26,6 +25,7 @@ from .kv_cache import ordinary_buffers
 from .sequence import TextSequence
 from .speculative import Speculation
 from .statistics import GenerationStats, synchronize
+from .tuned_pair import tuned
 
 
 def speculative_decoding(

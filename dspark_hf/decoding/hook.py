@@ -14,6 +14,7 @@ from transformers import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
+from ..linear.row_check import check_rows
 from ..model.modeling_dspark import DSparkDraftModel
 from .checks import likely_mistakes
 from .generation import speculative_decoding
@@ -44,7 +45,7 @@ def check_pair(target, drafter: DSparkDraftModel) -> None:
 
     Raises:
         ValueError: encoder-decoder target, other vocabulary or hidden size, a tapped layer the target lacks, a recurrent
-            state that can't be put back.
+            state that can't be rolled back, layers whose result for a row depends on other rows.
     """
     if target.config.is_encoder_decoder:
         raise ValueError(
@@ -53,6 +54,7 @@ def check_pair(target, drafter: DSparkDraftModel) -> None:
     drafter.bind_target(target)
     check_layer_ids(target, drafter.config.target_layer_ids)
     check_rollback(target)
+    check_rows(target, target.dtype)
     for mistake in likely_mistakes(target, drafter):
         logger.warning_once(f"{mistake.found} {mistake.advice} `dspark-hf doctor` tells more.")
 

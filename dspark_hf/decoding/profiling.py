@@ -21,8 +21,7 @@ import transformers
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.utils import logging
 
-from ..linear.linear_choices import cpu_name
-from ..linear.linear_layers import linear_layers_of, tuned
+from ..linear.linear_choices import cpu_name, quiet_progress
 from ..model.configuration_dspark import CALIBRATION_FIELDS
 from ..model.modeling_dspark import DSparkDraftModel
 from ..scheduling.policy import FixedLength
@@ -36,7 +35,8 @@ from .ragged_cache import RaggedStore
 from .ragged_target import RaggedTarget
 from .sequence import TextSequence
 from .statistics import GenerationStats, synchronize
-from .trial_forwards import context_length, filled_cache, quiet_progress, target_run
+from .trial_forwards import context_length, filled_cache, target_run
+from .tuned_pair import linear_layers_of, tuned
 
 logger = logging.get_logger(__name__)
 QUICK_DEPTHS = (128, 1024)
@@ -263,7 +263,7 @@ def timed_sweeps(
     seconds: dict[tuple, list[float]] = {name: [] for name in runs}
     order = list(runs)
     shuffle = random.Random(0).shuffle
-    with quiet_progress(len(order) * (plan.sweeps + 1), description) as bar:
+    with quiet_progress(total=len(order) * (plan.sweeps + 1), desc=description) as bar:
         for run in runs.values():  # warm-up
             run()
             bar.update()

@@ -1,30 +1,18 @@
-"""Forwards of a target that are run for their time alone.
+"""Forwards of a target that are run for their time alone, over a cache that they leave as it was.
 
 Axes: rows of one forward, `depth` tokens of context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from .compat import CACHE_ARGUMENT
 from .rollback import Rollback
-
-
-@contextmanager
-def quiet_progress(total: int, description: str) -> Iterator[tqdm]:
-    """A bar that vanishes when it is done, and is not drawn at all in a pipe."""
-    bar = tqdm(total=total, desc=description, unit="run", leave=False, disable=None)
-    try:
-        yield bar
-    finally:
-        bar.close()
 
 
 def context_length(target: PreTrainedModel) -> int:

@@ -25,7 +25,7 @@ from ..decoding.hook import check_pair
 from ..decoding.ragged_target import RaggedTarget, check_target
 from ..decoding.speculative import Speculation
 from ..decoding.statistics import GenerationStats
-from ..linear.linear_layers import tuned
+from ..decoding.tuned_pair import see_changed_weights, tuned
 from ..model.modeling_dspark import DSparkDraftModel
 from ..scheduling.policy import Policy
 from ..scheduling.step_costs import StepRates
@@ -33,6 +33,7 @@ from .queue import RequestQueue, no_memory
 from .request import FinishReason, Prepared, Request, RequestOutput, check_room, prepare, prompt_tensor
 
 logger = logging.get_logger(__name__)
+_MAX_AGE = 5.0  # seconds within which a busy engine sees that weights were changed; an idle one looks at each request
 
 
 class BatchEngine:
@@ -200,7 +201,7 @@ class BatchEngine:
 
     @contextmanager
     def _armed(self) -> Iterator[None]:
-        layers = contextlib.nullcontext() if self.model is None else tuned(self.target, self.model)
+        layers = contextlib.nullcontext() if self.model is None else tuned(self.target, self.model, max_age=_MAX_AGE)
         with torch.inference_mode(), layers, self._backend.armed():
             yield
 
@@ -231,6 +232,10 @@ class BatchEngine:
 
     def _step(self) -> None:
         """Admit, then one round: running requests decode while pieces of prompts are read beside them."""
+        if self.model is not None and len(self._queue):  # not timed: it would be taken for a slow round
+            max_age = _MAX_AGE if self._queue.running else 0.0
+            if see_changed_weights(self.target, self.model, max_age):
+                self._queue.forget_down_to(0)  # they were read by the old weights
         self._admit()
         chunks = self._queue.chunks()
         decoding = [r for r in self._queue.running if not r.is_reading]

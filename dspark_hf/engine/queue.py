@@ -64,14 +64,14 @@ class RequestQueue:
             if self.max_tokens is not None and held + request.capacity > self.max_tokens:
                 break
             if self.max_tokens is not None:
-                self._forget_down_to(self.max_tokens - held - request.capacity)
+                self.forget_down_to(self.max_tokens - held - request.capacity)
             try:
                 self._open(request)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 if self.kept:
-                    self._forget_down_to(0)
+                    self.forget_down_to(0)
                     continue
                 if self.running:
                     self.is_full = True
@@ -126,7 +126,7 @@ class RequestQueue:
                 request.slot = None
                 raise
 
-    def _forget_down_to(self, tokens: int) -> None:
+    def forget_down_to(self, tokens: int) -> None:
         """Free kept texts, the oldest first, until the others hold no more than `tokens`."""
         while self.kept and sum(len(kept.token_ids) for kept in self.kept) > max(tokens, 0):
             self._close(self.kept.pop(0))

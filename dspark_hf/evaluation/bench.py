@@ -29,8 +29,8 @@ from ..decoding.compat import CACHE_ARGUMENT
 from ..decoding.kv_cache import grow_in_place, ordinary_buffers
 from ..decoding.profiling import ProfilePlan, measure_step_rates, step_rates_of
 from ..decoding.statistics import GenerationStats, synchronize
+from ..decoding.tuned_pair import tuned
 from ..engine.engine import BatchEngine
-from ..linear.linear_layers import tuned
 from ..loading.chat_template import encode_messages
 from ..loading.pairs import Target
 from ..model.modeling_dspark import DSparkDraftModel

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..decoding.ragged_target import check_structure, check_target
-from ..linear.linear_layers import tuned
+from ..decoding.tuned_pair import tuned
 from ..loading.pairs import Target
 from ..model.modeling_dspark import DSparkDraftModel
 from .completion import block_policy

@@ -24,9 +24,9 @@ from tqdm import tqdm
 from ..decoding import acceptance
 from ..decoding.candidate_generator import DSparkCandidateGenerator
 from ..decoding.target import TargetTaps
+from ..decoding.tuned_pair import tuned
 from ..engine.engine import BatchEngine
 from ..engine.request import Prepared, prepare
-from ..linear.linear_layers import tuned
 from ..loading.chat_template import encode_messages
 from ..loading.pairs import Target
 from ..model.modeling_dspark import DSparkDraftModel

@@ -1,18 +1,15 @@
-"""The formulations of a linear layer on a CPU, which layers can take them, and what each keeps of the weights.
+"""The forms of a linear layer on a CPU, which layers can take them, and the copy of the weights that each needs.
 
-Owns: the products and the copies that they need, layers side by side. Does not own: which one is used where
-(`linear_layers`).
 Axes: M rows of one product.
 
-"bfloat16" rounds weights and inputs: it is for a drafter alone, whose distribution is reported as it was drawn from, so that
-its precision changes how many drafts stand and never the output. (8-bit products saved half a millisecond a draft more, and
-cost 4 to 8 % of τ.)
+"stock" is torch's own product, "transposed" `(W @ x.T).T`, "packed" oneDNN's with the weights in its own order: the same sums,
+added up in another order. "bfloat16" rounds weights and inputs: it is for a drafter alone, whose distribution is reported as it
+was drawn from, so that its precision changes how many drafts are accepted and never the text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -20,10 +17,7 @@ from torch.nn import functional as F
 
 EXACT_FORMS = ("stock", "transposed", "packed")
 ROUNDED_FORM = "bfloat16"
-_SIDE_BY_SIDE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _WORTHWHILE = 1 << 14  # weights; smaller layers cost what calling them does
-
-Unit = tuple[nn.Linear, ...]  # one layer, or several side by side
 
 
 def can_pack() -> bool:
@@ -48,37 +42,33 @@ def arranged(form: str, weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.to(torch.bfloat16) if form == ROUNDED_FORM else weight, None)
 
 
-def product(
-    form: str, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, copy: Any
-) -> torch.Tensor:
-    """`F.linear` in one of these forms; `copy` is what `arranged` gave, or else `weight` is read. [..., in] -> [..., out]"""
+def product(form: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`F.linear` in one of these forms, with what `arranged` gave where it keeps a copy. [..., in] -> [..., out]"""
+    if form == "stock":
+        return F.linear(x, weight, bias)
     if form == "packed":
-        return torch.ops.mkldnn._linear_pointwise(x, copy, bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     if form == ROUNDED_FORM:
-        out = torch.ops.mkldnn._linear_pointwise(x.to(torch.bfloat16), copy, None, "none", [], "").to(x.dtype)
-        return out if bias is None else out + bias
-    assert weight is not None
-    return F.linear(x, weight, bias) if form == "stock" else _transposed(x, weight, bias)
+        out = torch.ops.mkldnn._linear_pointwise(x.to(torch.bfloat16), weight, None, "none", [], "").to(x.dtype)
+    else:
+        rows = x.reshape(-1, x.shape[-1])
+        count = rows.shape[0]
+        if count in (1, 3):  # slower than one row more
+            rows = F.pad(rows, (0, 0, 0, 1))
+        # Contiguous again, or every elementwise operation after it pays for the transposed layout.
+        out = torch.mm(weight, rows.t()).t()[:count].contiguous().view(*x.shape[:-1], weight.shape[0])
+    return out if bias is None else out + bias
 
 
-def _transposed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """As `(W @ x.T).T`."""
-    rows = x.reshape(-1, x.shape[-1])
-    count = rows.shape[0]
-    if count in (1, 3):  # slower than one row more
-        rows = F.pad(rows, (0, 0, 0, 1))
-    # Contiguous again, or every elementwise operation after it pays for the transposed layout.
-    out = torch.mm(weight, rows.t()).t()[:count].contiguous()
-    if bias is not None:
-        out = out + bias
-    return out.view(*x.shape[:-1], weight.shape[0])
+def swappable_layers(models: Iterable[nn.Module]) -> list[nn.Linear]:
+    """The layers that can take another form, each once and in the models' order."""
+    return list({module: None for model in models for module in model.modules() if _can_swap(module)})  # type: ignore[misc]
 
 
-def can_swap(module: nn.Module | None) -> bool:
+def _can_swap(module: nn.Module) -> bool:
     """Whether this is a plain linear layer on a CPU, without hooks, quantisation or a replaced forward."""
     return (
-        isinstance(module, nn.Linear)
-        and type(module) is nn.Linear
+        type(module) is nn.Linear
         and type(module.weight) is nn.Parameter  # quantisers put tensors of their own there
         and module.weight.device.type == "cpu"
         and module.weight.dtype in (torch.float32, torch.bfloat16)
@@ -87,32 +77,3 @@ def can_swap(module: nn.Module | None) -> bool:
         and not module._forward_hooks
         and not module._forward_pre_hooks
     )
-
-
-def units_of(model: nn.Module) -> list[Unit]:
-    """The layers of a model that can be swapped, each once and in the model's order; those side by side are one unit."""
-    units: list[Unit] = []
-    seen: set[nn.Module] = set()
-    for parent in [model] if isinstance(model, nn.Linear) else model.modules():
-        for unit in _units_within(parent):
-            if not seen & set(unit):
-                units.append(unit)
-                seen |= set(unit)
-    return units
-
-
-def _units_within(parent: nn.Module) -> Iterator[Unit]:
-    """Of the children, or of a layer that stands alone."""
-    if isinstance(parent, nn.Linear):
-        if can_swap(parent):
-            yield (parent,)
-        return
-    joined: set[str] = set()
-    for names in _SIDE_BY_SIDE:
-        layers = [parent._modules.get(name) for name in names]
-        if all(map(can_swap, layers)) and len({(m.in_features, m.bias is None) for m in layers}) == 1:  # type: ignore[union-attr]
-            yield tuple(layers)  # type: ignore[arg-type]
-            joined |= set(names)
-    for name, child in parent._modules.items():
-        if name not in joined and can_swap(child):
-            yield (child,)  # type: ignore[misc]

@@ -173,6 +173,15 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             rows.bias = nn.Parameter(bias[ids].to(self.device, self.dtype), requires_grad=False)
         return rows
 
+    @torch.no_grad()
+    def follow_head(self) -> None:
+        """Bring LM head rows that were cut out of the target up to date: a weight may be changed without leaving a trace."""
+        for rows in self.bound_heads():
+            anew = self._reduced_head(self._bound_to[1])
+            for ours, theirs in ((rows.weight, anew.weight), (rows.bias, anew.bias)):
+                if ours is not None and not torch.equal(ours, theirs):
+                    ours.copy_(theirs)
+
     def bound_heads(self) -> list[nn.Module]:
         """The LM head rows cut out for a reduced draft vocabulary (no submodule of ours), if any."""
         return self._target_head if self.config.has_reduced_vocab else []
