@@ -196,7 +196,7 @@ def test_a_busy_engine_looks_at_the_weights_now_and_then(monkeypatch):
     monkeypatch.setattr(engine_file, "_MAX_AGE", 0.0)
     engine.add(prompt_ids()[0], max_new_tokens=30, do_sample=False)
     list(engine.run())
-    assert len(looks) >= 2 + engine.stats.steps // 2
+    assert len(looks) >= 2 + engine.stats.rounds // 2
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -384,7 +384,7 @@ def test_an_unknown_precision_is_refused():
     target = make_target(dtype=torch.float32)
     drafter = make_drafter(target)
     drafter.options.draft_precision = "int8"
-    with pytest.raises(ValueError, match="draft_precision must be 'float32' or 'bfloat16', got 'int8'"):
+    with pytest.raises(ValueError, match="draft_precision must be 'bfloat16' or 'float32', got 'int8'"):
         target.generate(prompt_ids(), max_new_tokens=4, assistant_model=drafter)
 
 
