@@ -15,6 +15,7 @@ import uvicorn
 from conftest import make_drafter, make_target, make_tokenizer
 
 from dspark_hf import BatchEngine, FixedLength
+from dspark_hf.loading.chat_template import encode_messages
 from dspark_hf.loading.pairs import Target
 from dspark_hf.serving.api import ServerLimits, make_app
 from dspark_hf.serving.text import TextStream
@@ -55,6 +56,16 @@ class Running:
             time.sleep(0.01)
 
 
+def connected(server: Running, key: str = KEY) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+def raw(server: Running) -> httpx.Client:
+    return httpx.Client(
+        base_url=server.url, headers={"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    )
+
+
 def make_server(**limits) -> Running:
     torch.set_num_threads(1)
     target = make_target(dtype=torch.float32, max_position_embeddings=2048)
@@ -74,7 +85,7 @@ def server():
 
 @pytest.fixture
 def client(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+    return connected(server)
 
 
 def ask(client, text: str = "w5 w6", **settings):
@@ -82,20 +93,15 @@ def ask(client, text: str = "w5 w6", **settings):
     return client.chat.completions.create(**arguments | settings)
 
 
-def plain(server, text: str, count: int) -> str:
-    """What the target alone says."""
-    served = server.app.state.server.target
-    ids = served.tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
-    ids = torch.tensor([ids["input_ids"] if hasattr(ids, "keys") else ids])
-    output = served.model.generate(ids, max_new_tokens=count, do_sample=False)
-    return served.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
-
-
 def test_a_chat_answers_as_the_target_does(server, client):
     server.wait_until_idle()
-    want = plain(server, "w5 w6", 12)
+    served = server.app.state.server.target
+    ids = torch.tensor([encode_messages(served.tokenizer, [{"role": "user", "content": "w5 w6"}])])
+    output = served.model.generate(ids, max_new_tokens=12, do_sample=False)
     answer = ask(client)
-    assert answer.choices[0].message.content == want
+    assert answer.choices[0].message.content == served.tokenizer.decode(
+        output[0, ids.shape[1] :], skip_special_tokens=True
+    )
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == 12
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 12
@@ -131,8 +137,7 @@ def test_a_seed_repeats_and_penalties_change(client):
 
 
 def test_stop_strings_are_left_out(client):
-    words = ask(client).choices[0].message.content.split()
-    stop = words[5]
+    stop = ask(client).choices[0].message.content.split()[5]
     answer = ask(client, stop=stop)
     assert answer.choices[0].finish_reason == "stop"
     assert stop not in answer.choices[0].message.content
@@ -213,8 +218,7 @@ def test_errors_have_the_api_s_shape(settings, status, what, stream, client):
 
 
 def test_broken_json_unknown_routes_and_methods(server):
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    with httpx.Client(base_url=server.url, headers=headers) as http:
+    with raw(server) as http:
         assert http.post("/v1/chat/completions", content=b"{not json").status_code == 400
         assert http.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
         assert http.get("/v1/chat/completions").status_code == 405
@@ -229,7 +233,7 @@ def test_the_key_guards_all_but_health(server):
             assert response.status_code == 401
             assert response.json()["error"]["type"] == "authentication_error"
     with pytest.raises(openai.AuthenticationError):
-        ask(openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0))
+        ask(connected(server, "wrong"))
 
 
 def test_a_large_body_is_refused_with_and_without_a_length(server, client):
@@ -249,11 +253,27 @@ def test_a_large_body_is_refused_with_and_without_a_length(server, client):
 def test_models_and_metrics(server, client):
     assert [model.id for model in client.models.list()] == [NAME]
     ask(client, max_tokens=3)
-    page = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
+    server.wait_until_idle()
+    page = raw(server).get("/metrics").text
     values = dict(line.split() for line in page.splitlines() if not line.startswith("#"))
     assert float(values["dspark_new_tokens_total"]) >= 3
     assert float(values['dspark_requests_total{reason="length"}']) >= 1
     assert float(values["dspark_requests_in_flight"]) == 0
+
+
+def test_nulls_are_defaults(server):
+    body = {
+        "model": NAME,
+        "prompt": "w5",
+        "max_tokens": 2,
+        "stop": None,
+        "temperature": None,
+        "logprobs": None,
+        "seed": None,
+    }
+    with raw(server) as http:
+        choice = http.post("/v1/completions", json=body | {"stream": None, "n": None}).json()["choices"][0]
+    assert (choice["finish_reason"], choice["logprobs"]) == ("length", None)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -261,8 +281,7 @@ def test_a_client_that_leaves_frees_its_place(stream, server, client):
     server.wait_until_idle()
     cancelled = server.worker.engine.stats.finished["cancelled"]
     body = {"model": NAME, "messages": [{"role": "user", "content": "w5"}], "max_tokens": 1500, "stream": stream}
-    headers = {"Authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=server.url, headers=headers) as http:
+    with raw(server) as http:
         if stream:
             with http.stream("POST", "/v1/chat/completions", json=body) as response:
                 assert next(response.iter_lines()).startswith("data:")
@@ -276,7 +295,7 @@ def test_a_client_that_leaves_frees_its_place(stream, server, client):
 
 def test_too_many_requests_at_once():
     with make_server(requests=1) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+        client = connected(server)
         first = ask(client, max_tokens=1500, stream=True)
         next(iter(first))
         with pytest.raises(openai.InternalServerError) as caught:
@@ -304,7 +323,7 @@ def test_a_fault_in_the_engine_is_told_and_survived(server, client, monkeypatch)
 
 def test_shutdown_finishes_what_runs():
     with make_server() as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+        client = connected(server)
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(ask, client, max_tokens=200)
             while not server.worker.num_requests:

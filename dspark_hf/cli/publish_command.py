@@ -34,8 +34,7 @@ def card(
     ] = False,
 ) -> None:
     """Write a drafter's model card (README.md) from the files of training, calibration and bench in its folder."""
-    from ..publishing.card import CardOptions, make_card, write_card
-    from ..publishing.facts import missing_files
+    from ..publishing.card import CardOptions, make_card, missing_files, write_card
 
     options = CardOptions(licence, tuple(dataset or ()), tuple(language or ()), base_model, repo)
     if stdout:

@@ -24,8 +24,8 @@ from transformers.utils import logging
 
 from ..engine.engine import BatchEngine
 from ..loading.pairs import Target
-from .reply import ChatReply, CompletionReply, Reply
-from .schema import ApiError, ChatRequest, CompletionRequest, Sampling
+from .reply import Reply
+from .schema import ApiError, ChatRequest, CompletionRequest
 from .worker import EngineWorker
 
 logger = logging.get_logger(__name__)
@@ -97,7 +97,7 @@ class Server:
         self.worker = EngineWorker(engine, limits.requests)
         self.started = int(time.time())
 
-    def reply(self, request: Sampling) -> Reply:
+    def reply(self, request: ChatRequest | CompletionRequest) -> Reply:
         """A checked request as a reply to be made.
 
         Raises:
@@ -106,7 +106,7 @@ class Server:
         if request.model not in (self.target.name, self.target.name.rsplit("/", 1)[-1]):
             message = f"The model {request.model!r} is not served here, but {self.target.name!r} is."
             raise ApiError(404, message, "model", "model_not_found")
-        ids, wanted = request.encode(self.target.tokenizer), request.new_tokens
+        ids, wanted = request.encode(self.target.tokenizer), request.max_tokens
         context = self.target.model.config.get_text_config().to_dict().get("max_position_embeddings") or 1 << 30
         most = min(self.limits.answer_tokens, context - len(ids))
         if (wanted or 1) > most:
@@ -117,10 +117,9 @@ class Server:
                 "max_tokens",
                 "context_length_exceeded",
             )
-        kind = ChatReply if isinstance(request, ChatRequest) else CompletionReply
-        return kind(request, ids, self.target.tokenizer, self.target.name, wanted or min(_DEFAULT_TOKENS, most))
+        return Reply(request, ids, self.target.tokenizer, self.target.name, wanted or min(_DEFAULT_TOKENS, most))
 
-    async def respond(self, request: Sampling, http: Request) -> Response:
+    async def respond(self, request: ChatRequest | CompletionRequest, http: Request) -> Response:
         """A whole reply, or a stream of its pieces."""
         reply = self.reply(request)
         pieces = reply.pieces(self.worker)

@@ -6,13 +6,14 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from itertools import accumulate
+from typing import Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 
 from ..engine.request import RequestOutput
-from .schema import ApiError, Sampling
+from .schema import ApiError, ChatRequest, CompletionRequest
 from .text import TextStream
 from .worker import EngineWorker
 
@@ -32,9 +33,9 @@ class PenaltyProcessor(LogitsProcessor):
 
 @dataclass
 class Reply:
-    """One reply in the making; its two kinds say how its JSON looks."""
+    """One reply in the making, to a chat or a completion."""
 
-    request: Sampling
+    request: ChatRequest | CompletionRequest
     prompt_ids: list[int]
     tokenizer: PreTrainedTokenizerBase
     model: str
@@ -43,12 +44,10 @@ class Reply:
     started: float = field(default_factory=time.perf_counter)
     token_ids: list[int] = field(default_factory=list)
     output: RequestOutput | None = None  # there at the end, unless a stop string came first
-    kind: ClassVar[str]
-    chunk_kind: ClassVar[str]
-    prefix: ClassVar[str]
 
     def __post_init__(self) -> None:
-        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.is_chat = isinstance(self.request, ChatRequest)
+        self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.text = TextStream(self.tokenizer, self.request.stop)
 
     # -- from the engine ---------------------------------------------------------------------------------------------
@@ -100,45 +99,40 @@ class Reply:
 
     def whole(self, text: str) -> dict[str, Any]:
         """The reply at once."""
-        return self._object(self.kind, self._end(self.content(text)), usage=self._usage(), dspark=self._dspark())
+        message = {"role": "assistant", "content": text, "refusal": None}
+        choice = self._end({"message": message} if self.is_chat else {"text": text})
+        return self._object("chat.completion", choice, usage=self._usage(), dspark=self._dspark())
 
     def opening(self) -> list[dict[str, Any]]:
-        """What a stream begins with."""
-        return []
+        """What a stream begins with: of a chat, who speaks."""
+        return [self._chunk({"delta": {"role": "assistant", "content": ""}})] if self.is_chat else []
 
     def chunk(self, text: str) -> dict[str, Any]:
         """One piece of a stream."""
-        return self._object(self.chunk_kind, self.delta(text) | {"finish_reason": None, "logprobs": None})
+        return self._chunk({"delta": {"content": text}} if self.is_chat else {"text": text})
 
     def closing(self) -> list[dict[str, Any]]:
         """The last chunk, with the record, and the one of the usage where it is asked for."""
-        chunks = [self._object(self.chunk_kind, self._end(self.delta("")), dspark=self._dspark())]
+        choice = self._end({"delta": {}} if self.is_chat else {"text": ""})
+        chunks = [self._object("chat.completion.chunk", choice, dspark=self._dspark())]
         options = self.request.stream_options
         if options is not None and options.include_usage:
-            chunks.append(self._object(self.chunk_kind, None, usage=self._usage()))
+            chunks.append(self._object("chat.completion.chunk", None, usage=self._usage()))
         return chunks
 
-    def content(self, text: str) -> dict[str, Any]:
-        """A choice's text in a whole reply."""
-        raise NotImplementedError
-
-    def delta(self, text: str) -> dict[str, Any]:
-        """A choice's text in a chunk."""
-        raise NotImplementedError
-
-    def logprobs(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
-        """A choice's log-probabilities, from those of each token."""
-        raise NotImplementedError
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return self._object("chat.completion.chunk", choice | {"finish_reason": None, "logprobs": None})
 
     def _object(self, kind: str, choice: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+        """OpenAI's frame; a completion is of one kind, whole or in a stream."""
+        kind = kind if self.is_chat else "text_completion"
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return head | {"choices": [] if choice is None else [{"index": 0} | choice]} | more
 
     def _end(self, choice: dict[str, Any]) -> dict[str, Any]:
         """A choice with what is known when it is over."""
         is_long = not self.text.stopped and self.output is not None and self.output.finish_reason == "length"
-        has_logprobs = self.request.num_logprobs is not None and self.output is not None
-        logprobs = self.logprobs(self._token_logprobs(self.output)) if has_logprobs else None
+        logprobs = None if self.output is None else self._logprobs(self.output)
         return choice | {"finish_reason": "length" if is_long else "stop", "logprobs": logprobs}
 
     def _usage(self) -> dict[str, int]:
@@ -155,56 +149,25 @@ class Reply:
             record |= {name: sum(getattr(stats, name)) for name in ("drafted", "verified", "accepted")}
         return record
 
-    def _token_logprobs(self, output: RequestOutput) -> list[dict[str, Any]]:
-        """Of each new token: its text, bytes and log-probability under the model itself, and the best alternatives."""
-        entries = []
+    def _logprobs(self, output: RequestOutput) -> dict[str, Any] | None:
+        """Of each new token: its log-probability under the model itself, and the best alternatives; in the route's form."""
+        count, entries = self.request.num_logprobs, []
+        if count is None:
+            return None
         for token, logits in zip(output.token_ids, output.logits or ()):
             values = logits[0].float().log_softmax(-1)
-            best = values.topk(self.request.num_logprobs or 0).indices.tolist()
-            entry = self._logprob(token, values)
-            entries.append(entry | {"top_logprobs": [self._logprob(i, values) for i in best]})
-        return entries
-
-    def _logprob(self, token: int, values: torch.Tensor) -> dict[str, Any]:
-        text = self.tokenizer.decode([token])
-        return {"token": text, "bytes": list(text.encode()), "logprob": max(float(values[token]), -9999.0)}
-
-
-class ChatReply(Reply):
-    """`chat.completion`."""
-
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-
-    def opening(self) -> list[dict[str, Any]]:
-        choice = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}
-        return [self._object(self.chunk_kind, choice)]
-
-    def content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
-
-    def logprobs(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"content": entries, "refusal": None}
-
-
-class CompletionReply(Reply):
-    """`text_completion`."""
-
-    kind = chunk_kind = "text_completion"
-    prefix = "cmpl"
-
-    def content(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    delta = content
-
-    def logprobs(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
+            best = [self._logprob(i, values) for i in values.topk(count).indices.tolist()]
+            entries.append(self._logprob(token, values) | {"top_logprobs": best})
+        if self.is_chat:
+            return {"content": entries, "refusal": None}
         tokens = [entry["token"] for entry in entries]
         return {
             "tokens": tokens,
             "token_logprobs": [entry["logprob"] for entry in entries],
             "top_logprobs": [{t["token"]: t["logprob"] for t in entry["top_logprobs"]} for entry in entries],
-            "text_offset": [len("".join(tokens[:i])) for i in range(len(tokens))],
+            "text_offset": [0, *accumulate(map(len, tokens))][:-1],
         }
+
+    def _logprob(self, token: int, values: torch.Tensor) -> dict[str, Any]:
+        text = self.tokenizer.decode([token])
+        return {"token": text, "bytes": list(text.encode()), "logprob": max(float(values[token]), -9999.0)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, Field, field_validator, model_validator
 from starlette.responses import JSONResponse
 from transformers import PreTrainedTokenizerBase
 
@@ -46,7 +46,7 @@ class Sampling(BaseModel):
     temperature: float = Field(1.0, ge=0.0, le=2.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(0, ge=0)
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
     stop: list[Annotated[str, Field(min_length=1)]] = Field([], max_length=4)
     seed: int | None = None
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
@@ -62,24 +62,6 @@ class Sampling(BaseModel):
     @classmethod
     def _one_stop(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """Alternatives to each token's log-probability; `None` where none are asked for."""
-        raise NotImplementedError
-
-    @property
-    def new_tokens(self) -> int | None:
-        """Most tokens of the answer; `None` where the client leaves that to us."""
-        return self.max_tokens
-
-    def encode(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """The prompt's token ids.
-
-        Raises:
-            ApiError: the chat template refuses the messages.
-        """
-        raise NotImplementedError
 
 
 class ContentPart(BaseModel):
@@ -105,19 +87,20 @@ class ChatRequest(Sampling):
     """`POST /v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
 
     @property
     def num_logprobs(self) -> int | None:
+        """Alternatives to each token's log-probability; `None` where none are asked for."""
         return self.top_logprobs if self.logprobs else None
 
-    @property
-    def new_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
     def encode(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """The prompt's token ids.
+
+        Raises:
+            ApiError: the chat template refuses the messages.
+        """
         try:
             return encode_messages(tokenizer, [message.as_template() for message in self.messages])
         except ValueError as error:
@@ -134,7 +117,9 @@ class CompletionRequest(Sampling):
 
     @property
     def num_logprobs(self) -> int | None:
+        """As of a chat."""
         return self.logprobs
 
     def encode(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """The prompt's token ids."""
         return tokenizer(self.prompt)["input_ids"] if isinstance(self.prompt, str) else self.prompt
