@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..loading.pairs import AUTO, DEFAULT_TARGET
+from ..loading import AUTO, DEFAULT_TARGET
 from .app import DeviceOption, DrafterOption, DtypeOption, TargetOption, app, out
 
 

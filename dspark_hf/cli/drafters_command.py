@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ..loading.finding import known_drafters
 from .app import app, out
 
 
@@ -17,6 +16,8 @@ def drafters(
     json_output: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
 ) -> None:
     """List the known pairs: which drafter `--drafter auto` takes for which target."""
+    from ..loading.finding import known_drafters
+
     if json_output:
         out.print_json(data=[asdict(known) for known in known_drafters()])
         return

@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
-from ..loading.finding import AUTO
-from ..loading.pairs import DEFAULT_TARGET
-from .app import DeviceOption, DrafterOption, DtypeOption, TargetOption, app, at_least, err, out, writable_file
+from ..evaluation.questions import DecodingOptions
+from .app import PairOptions, app, at_least, err, out, writable_file
 
 
 @app.command(epilog="Example: dspark-hf generate --prompt 'Write a haiku about rain.' --temperature 0.7")
 def generate(
     prompt: Annotated[str, typer.Option(help="What to ask; the target's chat template is put around it.")],
-    target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = AUTO,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens of this probability mass.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    *,
+    named: PairOptions,
+    decoding: DecodingOptions,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text as it comes.")] = True,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
     json_output: Annotated[bool, typer.Option("--json", help="Print text and statistics as JSON.")] = False,
 ) -> None:
     """Answer one prompt with target and drafter."""
-    from ..evaluation.completion import DecodingOptions, complete
-    from ..loading.pairs import load_pair
+    from ..evaluation.completion import complete
 
     if not prompt.strip():
         raise ValueError("The prompt is empty. Give some text with --prompt.")
-    at_least(max_new_tokens, 1, "--max-new-tokens")
-    at_least(temperature, 0, "--temperature")
-    pair = load_pair(target, drafter, device, dtype)
-    options = DecodingOptions(max_new_tokens, temperature, top_p, seed)
-    result = complete(pair.target, prompt, options, pair.drafter, stream=stream and not json_output)
+    pair = named.load()
+    result = complete(pair.target, prompt, decoding, pair.drafter, stream=stream and not json_output)
     if json_output:
         out.print_json(data=result.to_dict())
         return
@@ -50,6 +41,13 @@ def generate(
     )
 
 
+@dataclass(frozen=True)
+class BatchDecoding(DecodingOptions):
+    """As for one prompt."""
+
+    seed: int = field(default=0, metadata={"help": "Seed of each request's draws."})
+
+
 @app.command(epilog="Example: dspark-hf batch --prompts prompts.jsonl --out answers.jsonl --max-sequences 8")
 def batch(
     prompts: Annotated[
@@ -59,18 +57,13 @@ def batch(
             "line go before the options."
         ),
     ],
+    *,
     out_file: Annotated[
         Path | None, typer.Option("--out", help="JSONL of answers, in the order of the prompts.")
     ] = None,
-    target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = AUTO,
+    named: PairOptions,
     max_sequences: Annotated[int, typer.Option(help="Most requests at once.")] = 8,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens of this probability mass.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of each request's draws.")] = 0,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
+    decoding: BatchDecoding,
     json_output: Annotated[
         bool,
         typer.Option("--json", help="Print a JSON line for each answer as it comes, and one of the engine a second."),
@@ -79,16 +72,14 @@ def batch(
     """Answer a file of prompts together, with one verification for all of them in every step."""
     from tqdm import tqdm
 
-    from ..evaluation.answers import answer_all, read_questions
-    from ..evaluation.completion import DecodingOptions
+    from ..evaluation.answers import answer_all
+    from ..evaluation.questions import read_questions
     from ..loading.files import write_text
-    from ..loading.pairs import load_pair
 
     at_least(max_sequences, 1, "--max-sequences")
     writable_file(out_file)
-    questions = read_questions(prompts, DecodingOptions(max_new_tokens, temperature, top_p, seed))
-    pair = load_pair(target, drafter, device, dtype)
-    loaded, draft_model = pair.target, pair.drafter
+    questions = read_questions(prompts, decoding)
+    pair = named.load()
     answers: dict[int, dict[str, Any]] = {}
     engine: dict[str, Any] = {}
 
@@ -107,7 +98,7 @@ def batch(
                 bar.update()
 
         try:
-            answer_all(loaded, draft_model, questions, max_sequences, take)
+            answer_all(pair.target, pair.drafter, questions, max_sequences, take)
         finally:
             if out_file is not None and answers:
                 lines = [json.dumps(answers[i]) for i in sorted(answers)]
@@ -130,27 +121,22 @@ def race(
     prompt: Annotated[str, typer.Option(help="What to ask.")] = (
         "Write a Python function that returns all prime numbers up to n with the sieve of Eratosthenes."
     ),
-    target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = AUTO,
+    *,
+    named: PairOptions,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 160,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
 ) -> None:
     """Plain decoding against DSpark in the terminal: the same prompt, greedy, one after the other."""
-    from ..evaluation.completion import DecodingOptions, complete
-    from ..loading.pairs import load_pair
+    from ..evaluation.completion import complete
 
-    at_least(max_new_tokens, 1, "--max-new-tokens")
+    options = DecodingOptions(max_new_tokens)
     with err.status("Loading target and drafter"):
-        pair = load_pair(target, drafter, device, dtype)
-        loaded, draft_model = pair.target, pair.drafter
-        for assistant in (None, draft_model):  # warm-up
-            complete(loaded, prompt, DecodingOptions(max_new_tokens=4), assistant)
-    options = DecodingOptions(max_new_tokens=max_new_tokens)
+        pair = named.load()
+        for assistant in (None, pair.drafter):  # warm-up
+            complete(pair.target, prompt, DecodingOptions(max_new_tokens=4), assistant)
     results = []
-    for title, assistant in (("plain decoding", None), ("DSpark", draft_model)):
+    for title, assistant in (("plain decoding", None), ("DSpark", pair.drafter)):
         out.rule(title)
-        results.append(complete(loaded, prompt, options, assistant, stream=True))
+        results.append(complete(pair.target, prompt, options, assistant, stream=True))
         out.print(f"{results[-1].tokens_per_second:.1f} tok/s", style="bold", highlight=False)
     plain, fast = results
     out.rule("result")

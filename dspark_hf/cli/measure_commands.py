@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..loading.finding import AUTO
-from ..loading.pairs import DEFAULT_TARGET
+from ..loading import AUTO, DEFAULT_TARGET
 from .app import (
     DeviceOption,
     DrafterOption,
@@ -19,9 +18,9 @@ from .app import (
     err,
     existing_file,
     need_modules,
-    numbers,
     out,
 )
+from .flags import numbers
 
 PromptsOption = Annotated[
     str | None,

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..loading.finding import AUTO
-from ..loading.pairs import DEFAULT_TARGET
+from ..loading import AUTO, DEFAULT_TARGET
 from .app import DeviceOption, DrafterOption, DtypeOption, TargetOption, app, at_least, err, need_modules
 
 

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ..loading.pairs import DEFAULT_TARGET
-from .app import DeviceOption, TargetOption, app, at_least, err, existing_file, numbers, out
+from ..loading import DEFAULT_TARGET
+from .app import DeviceOption, TargetOption, app, at_least, err, existing_file, out
+from .flags import numbers
 
 
 @app.command(

@@ -16,10 +16,6 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from ..model.modeling_dspark import DSparkDraftModel
-from .checks import likely_mistakes
-from .rollback import check_rewinding
-from .speculative import speculative_decoding
-from .targets import check_layer_ids
 
 _DECODE_ARGUMENTS = {
     "input_ids",
@@ -47,6 +43,10 @@ def check_pair(target, drafter: DSparkDraftModel) -> None:
         ValueError: encoder-decoder target, other vocabulary or hidden size, a tapped layer the target lacks, a recurrent
             state that can't be put back.
     """
+    from .checks import likely_mistakes
+    from .rollback import check_rewinding
+    from .targets import check_layer_ids
+
     if target.config.is_encoder_decoder:
         raise ValueError(
             f"{type(target).__name__} is an encoder-decoder model; DSpark drafters serve decoder-only models."
@@ -85,6 +85,8 @@ def install() -> None:
                 f"A DSpark drafter serves one sequence per generate() call, got a batch of {input_ids.shape[0]}. "
                 "Call generate() for each prompt."
             )
+        from .speculative import speculative_decoding  # not before it is needed: `import dspark_hf` is to be light
+
         for name in ("synced_gpus", "assistant_model", "inputs_tensor", "assistant_tokenizer", "tokenizer"):
             kwargs.pop(name, None)
         return speculative_decoding(

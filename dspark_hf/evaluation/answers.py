@@ -5,51 +5,19 @@ Owns: prompt lines with settings of their own, the stream of records. Does not o
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..engine.engine import BatchEngine
 from ..engine.sequence import RequestOutput
-from ..loading.chat_template import encode_messages, messages_of, read_jsonl
+from ..loading.chat_template import encode_messages
 from ..loading.pairs import Target
 from ..model.modeling_dspark import DSparkDraftModel
-from .completion import DecodingOptions, sampling_settings
+from .completion import sampling_settings
+from .questions import Question
 
-_SETTINGS = ("max_new_tokens", "temperature", "top_p", "seed")
 _ENGINE_LINES = 1.0  # seconds between two records of the engine
-
-
-@dataclass(frozen=True)
-class Question:
-    """One prompt with its settings."""
-
-    messages: list[dict[str, str]]
-    options: DecodingOptions
-
-
-def read_questions(path: Path, options: DecodingOptions) -> list[Question]:
-    """The lines of a JSONL file; `max_new_tokens`, `temperature`, `top_p` and `seed` in a line go before `options`.
-
-    Raises:
-        ValueError: a line that is no prompt, or a setting that is not allowed; it names the line.
-        OSError: no such file.
-    """
-    questions = []
-    for number, record in read_jsonl(path):
-        where = f"{path}, line {number}"
-        own = {name: record[name] for name in _SETTINGS if name in record}
-        try:
-            chosen = dataclasses.replace(options, **own)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{where}: {error}") from None
-        questions.append(Question(messages_of(record, where), chosen))
-    if not questions:
-        raise ValueError(f"{path} has no prompts.")
-    return questions
 
 
 def answer_all(
@@ -70,8 +38,11 @@ def answer_all(
     engine = BatchEngine(target.model, drafter, max_sequences=max_sequences)
     for question in questions:
         options = question.options
-        ids = encode_messages(target.tokenizer, question.messages)
-        engine.add(ids, seed=options.seed, max_new_tokens=options.max_new_tokens, **sampling_settings(options))
+        try:
+            ids = encode_messages(target.tokenizer, question.messages)
+            engine.add(ids, seed=options.seed, max_new_tokens=options.max_new_tokens, **sampling_settings(options))
+        except ValueError as error:
+            raise ValueError(f"{question.where}: {error}") from None
 
     def record(output: RequestOutput) -> dict[str, Any]:
         entry = output.to_dict()

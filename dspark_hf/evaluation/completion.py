@@ -16,6 +16,7 @@ from ..decoding.stats import GenerationStats, synchronize
 from ..loading.chat_template import encode_messages
 from ..loading.pairs import Target
 from ..model.modeling_dspark import DSparkDraftModel
+from .questions import DecodingOptions
 
 
 @dataclass(frozen=True)
@@ -46,24 +47,6 @@ class Completion:
             "tokens_per_second": self.tokens_per_second,
             "dspark": None if self.stats is None else self.stats.to_dict(),
         }
-
-
-@dataclass(frozen=True)
-class DecodingOptions:
-    """`temperature` 0 is greedy; `seed` starts the draws."""
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
-        if self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"temperature must be at least 0 and top_p in (0, 1], got {self.temperature:g} and {self.top_p:g}."
-            )
 
 
 def check_length(target: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
