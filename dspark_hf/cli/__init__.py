@@ -13,16 +13,7 @@ import typer
 from rich.text import Text
 
 # Registers the commands, in the order of the help text.
-from . import (  # noqa: F401
-    convert_command,
-    doctor_command,
-    drafters_command,
-    generate_command,
-    measure_commands,
-    publish_command,
-    serve_command,
-    train_command,
-)
+from . import drafter_commands, generate_command, measure_commands, train_command  # noqa: F401
 from .app import app, err
 
 

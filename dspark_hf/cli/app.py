@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class _App(typer.Typer):
     """Commands may take dataclasses (`flags`), and torch is loaded when one begins, not when its `--help` is shown."""
 
-    def command(self, *names: Any, **settings: Any) -> Callable[[Callable], Callable]:
+    def command(self, *names: Any, **settings: Any) -> Callable[[Callable], Callable]:  # type: ignore[override]
         def decorate(function: Callable) -> Callable:
             @functools.wraps(function)
             def run(**values: Any) -> Any:
@@ -45,13 +45,11 @@ app = _App(
 )
 # In a file or a pipe, rich would squeeze tables into 80 columns.
 # Without markup: what we print holds names, paths and errors, whose brackets are to be seen.
-out = Console(width=None if sys.stdout.isatty() else 130, markup=False)
-err = Console(stderr=True, markup=False)
+out = Console(width=None if sys.stdout.isatty() else 130, markup=False, highlight=False)
+err = Console(stderr=True, markup=False, highlight=False)
 
+_DRAFTER = "Drafter: a Hub id or a folder; auto is the target's known one (see dspark-hf drafters)."
 TargetOption = Annotated[str, typer.Option(help="Target model: a Hub id or a folder.")]
-DrafterOption = Annotated[
-    str, typer.Option(help="Drafter: a Hub id or a folder; auto is the target's known one (see dspark-hf drafters).")
-]
 DtypeOption = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16."),
@@ -64,7 +62,7 @@ class PairOptions:
     """A target and its drafter."""
 
     target: TargetOption = DEFAULT_TARGET
-    drafter: DrafterOption = AUTO
+    drafter: Annotated[str, typer.Option(help=_DRAFTER)] = AUTO
     device: DeviceOption = None
     dtype: DtypeOption = "auto"
 
@@ -83,8 +81,8 @@ def _start_work() -> None:
     logging.disable_progress_bar()  # of loading weights; work of ours has bars of its own
 
 
-def at_least(value: float, low: float, option: str) -> None:
-    if not low <= value < math.inf:
+def at_least(value: float | None, low: float, option: str) -> None:
+    if value is not None and not low <= value < math.inf:
         raise ValueError(f"{option} must be at least {low:g} and finite, got {value:g}.")
 
 

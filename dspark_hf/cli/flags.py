@@ -74,14 +74,16 @@ class _Option:
         self.read: Callable[[Any], Any] = lambda value: value
         tuples = [kind for kind in (hint, *get_args(hint)) if get_origin(kind) is tuple]
         if tuples:
-            item, preset = get_args(tuples[0])[0], default
+            item: Any = get_args(tuples[0])[0]
+            preset = default
             if item in (int, float) or field.metadata.get("commas"):
                 self.read = lambda text: numbers(text, item, self.flag) if text else preset
-                default = preset and ",".join(f"{part:g}" if item is float else str(part) for part in preset)
+                if default not in (None, dataclasses.MISSING):
+                    default = ",".join(f"{part:g}" if item is float else str(part) for part in default)
                 hint = str | None
             else:
                 self.read = lambda values: tuple(values or ())
-                default = list(preset) or None
+                default = default or None
                 hint = list[item] | None
         if "help" in field.metadata:
             hint = Annotated[hint, typer.Option(self.flag, help=field.metadata["help"])]

@@ -76,14 +76,14 @@ def train(
 
     for value, low, option in (
         (max_new_tokens, 8, "--max-new-tokens"),
-        (1 if num_layers is None else num_layers, 1, "--num-layers"),
+        (num_layers, 1, "--num-layers"),
         (block_size, 1, "--block-size"),
-        (draft_vocab_size or 0, 0, "--draft-vocab-size"),
+        (draft_vocab_size, 0, "--draft-vocab-size"),
         (batch_size, 1, "--batch-size"),
         (num_anchors, 1, "--num-anchors"),
         (slots, 1, "--slots"),
-        (1 if steps is None else steps, 1, "--steps"),
-        (1 if draft_tokens is None else draft_tokens, 1, "--draft-tokens"),
+        (steps, 1, "--steps"),
+        (draft_tokens, 1, "--draft-tokens"),
         (feature_cache_gb, 0, "--feature-cache-gb"),
     ):
         at_least(value, low, option)
