@@ -448,7 +448,7 @@ def test_options_from_a_dataclass(monkeypatch, capsys):
         bake_with("--rate", -1)
     with pytest.raises(ValueError, match="--layers takes numbers with commas between them, got '3;4'"):
         bake_with("--rate", 1, "--layers", "3;4")
-    for wrong, said in ((["--rate", 1, "--method", "odd"], "odd"), (["--hidden", 1], "No such option"), ([], "--rate")):
+    for wrong, said in ((["--rate", 1, "--method", "odd"], "odd"), (["--hidden", 1], "No such option"), ([], "rate")):
         with pytest.raises(Exception, match=said) as error:
             bake_with(*wrong)
         assert hasattr(error.value, "show")  # a usage error: one line, exit code 2
