@@ -5,13 +5,44 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
+import typer
 from conftest import make_drafter, make_target, make_tokenizer
 
 from dspark_hf import cli
 from dspark_hf.loading.pairs import DEFAULT_TARGET, resolve_target
+
+# Every command with its options; users' scripts hold them.
+OPTIONS = {
+    "convert": "source destination --to --target --json",
+    "doctor": "--target --drafter --speed/--no-speed --device --dtype --json",
+    "drafters": "--json",
+    "generate": "--prompt --target --drafter --max-new-tokens --temperature --top-p --seed --stream/--no-stream --device "
+    "--dtype --json",
+    "batch": "--prompts --out --target --drafter --max-sequences --max-new-tokens --temperature --top-p --seed --device "
+    "--dtype --json",
+    "race": "--prompt --target --drafter --max-new-tokens --device --dtype",
+    "bench": "--prompts --target --drafter --max-new-tokens --temperature --limit --draft-tokens --policies --concurrency "
+    "--sweeps --plots --stock-layers --seed --device --dtype --json",
+    "profile": "--target --drafter --max-rows --depths --sweeps --plot --device --dtype --json",
+    "calibrate": "--prompts --target --drafter --out --temperature --max-new-tokens --limit --seed --report --device "
+    "--dtype --json",
+    "eval": "--prompts --target --drafter --policy --temperature --context-window --max-new-tokens --limit "
+    "--threshold-sweep --report --seed --device --dtype --json",
+    "card": "folder --licence/--license --dataset --language --base-model --repo --stdout --force",
+    "push": "folder repo --private --token --revision --dry-run --json",
+    "serve": "--target --drafter --host --port --api-key --max-sequences --max-requests --max-answer-tokens "
+    "--max-body-bytes --device --dtype",
+    "train": "--output --prompts --answers --target --work-dir --num-answers --invented-prompts --temperatures "
+    "--max-new-tokens --slots --method --num-layers --block-size --min-block-size --draft-tokens --markov-head "
+    "--markov-rank --draft-vocab-size --draft-vocab-coverage --target-layers --steps --epochs --batch-size --num-anchors "
+    "--learning-rate --feature-cache-gb --seed --init-from --restart --device --json",
+}
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +174,47 @@ def test_batch(pair, monkeypatch, capsys, tmp_path):
     assert out.count("---") == 3
 
 
+BAD_LINES = {
+    "seed": ({"seed": "x"}, "`seed` must be a whole number"),
+    "broken seed": ({"seed": 1.5}, "`seed` must be a whole number of at most 64 bits, got 1.5"),
+    "huge seed": ({"seed": 1 << 70}, "`seed` must be"),
+    "length": ({"max_new_tokens": 2.5}, "`max_new_tokens` must be a whole number and at least 1, got 2.5"),
+    "yes": ({"max_new_tokens": True}, "`max_new_tokens` must be"),
+    "nothing": ({"max_new_tokens": 0}, "at least 1, got 0"),
+    "temperature": ({"temperature": "hot"}, "`temperature` must be a number"),
+    "no number": ({"temperature": float("nan")}, "`temperature` must be a number, at least 0 and finite, got nan"),
+    "top_p": ({"top_p": 2}, "`top_p` must be a number above 0 and at most 1, got 2"),
+    "null": ({"top_p": None}, "`top_p` must be"),
+    "unknown key": ({"max_tokens": 3}, "unknown 'max_tokens'. Allowed: domain, id, messages, prompt"),
+    "too long": ({"prompt": "w5 " * 300}, "context of 256"),
+    "too long an answer": ({"max_new_tokens": 500}, "context of 256"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_batch_names_the_line(case, pair, monkeypatch, capsys, tmp_path):
+    """Nothing is answered, nothing is written."""
+    settings, message = BAD_LINES[case]
+    good = {"prompt": "w5", "id": 7, "domain": "math", "source": "us"}
+    prompts = write_prompts(tmp_path / "prompts.jsonl", [good, {"prompt": "w5"} | settings])
+    arguments = [
+        "batch",
+        "--prompts",
+        prompts,
+        "--out",
+        tmp_path / "answers.jsonl",
+        "--max-new-tokens",
+        4,
+        *names(pair),
+    ]
+    code, out, err = run(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert err.splitlines()[-1].startswith(f"Error: {prompts}, line 2: ")
+    assert message in err.replace("\n", " ")
+    assert "Traceback" not in err + out
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
 def test_batch_keeps_what_was_finished_at_ctrl_c(pair, monkeypatch, capsys, tmp_path):
     from dspark_hf.engine.engine import BatchEngine
 
@@ -202,11 +274,12 @@ def bad_inputs():
         "empty prompt": (["generate", "--prompt", " "], {}, "prompt is empty"),
         "negative length": (["generate", *prompt, "--max-new-tokens", -3], {}, "at least 1"),
         "negative temperature": (["generate", *prompt, "--temperature", -1], {}, "at least 0"),
-        "top-p": (["generate", *prompt, "--temperature", 1, "--top-p", 1.5], {}, "top_p"),
+        "top-p": (["generate", *prompt, "--temperature", 1, "--top-p", 1.5], {}, "--top-p must be"),
         "too long a prompt": (["generate", "--prompt", "w5 " * 300], {}, "context of 256"),
         "too many new tokens": (["generate", *prompt, "--max-new-tokens", 500], {}, "context of 256"),
         "no such target": (["generate", *prompt], {"target": "./nowhere"}, "No target at"),
         "no such drafter": (["generate", *prompt], {"drafter": "nowhere"}, "No drafter at"),
+        "no such dtype": (["generate", *prompt, "--dtype", "float99"], {}, "bfloat16"),
         "brackets in a name": (["generate", *prompt], {"drafter": "./[serve]"}, "No drafter at ./[serve]:"),
         "what looks like markup": (["generate", *prompt], {"drafter": "./[/red]"}, "No drafter at ./[/red]:"),
         "wrong repo id": (
@@ -309,13 +382,76 @@ def test_ctrl_c(pair, monkeypatch, capsys):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize(
-    "command", ["train", "generate", "race", "bench", "profile", "calibrate", "eval", "convert", "doctor"]
-)
-def test_help_has_an_example(command, monkeypatch, capsys):
+@pytest.mark.parametrize("command", OPTIONS)
+def test_help(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
     code, out, _ = run(monkeypatch, capsys, command, "--help")
     assert code == 0
     assert "Example: dspark-hf" in out
+    found = typer.main.get_command(cli.app).commands[command].params
+    assert {"/".join([*option.opts, *option.secondary_opts]) for option in found} == {*OPTIONS[command].split()}
+    assert all(option.help for option in found)
+
+
+def test_no_command_is_left_out():
+    assert set(typer.main.get_command(cli.app).commands) == set(OPTIONS)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    rate: float = field(metadata={"help": "Needed."})
+    method: Literal["slow", "quick"] = field(default="slow", metadata={"help": "One of two."})
+    files: tuple[Path, ...] = field(default=(), metadata={"help": "May be given again."})
+    rates: tuple[float, ...] = field(default=(0.0, 0.5), metadata={"help": "With commas."})
+    layers: tuple[int, ...] | None = field(default=None, metadata={"help": "With commas."})
+    names: tuple[str, ...] = field(default=(), metadata={"help": "With commas.", "commas": True})
+    out_file: Path | None = field(default=None, metadata={"help": "Elsewhere.", "flag": "--out"})
+    restart: bool = field(default=False, metadata={"help": "A flag alone."})
+    hidden: int = 3
+
+    def __post_init__(self) -> None:
+        if self.rate < 0:
+            raise ValueError(f"`rate` must not be above `out_file` or `hidden`, got {self.rate}.")
+
+
+def test_options_from_a_dataclass(monkeypatch, capsys):
+    """Types, defaults and the check of one dataclass, beside options of the command's own."""
+    seen = []
+    app = type(cli.app)()
+
+    @app.command()
+    def bake(recipe: Recipe, seed: int = typer.Option(1, help="Own.")) -> None:
+        seen.append((recipe, seed))
+
+    def bake_with(*arguments):
+        app([*map(str, arguments)], standalone_mode=False)
+        return seen.pop()
+
+    assert bake_with("--rate", 0.5) == (Recipe(0.5), 1)
+    given = [
+        "--method",
+        "quick",
+        "--files",
+        "a",
+        "--files",
+        "b",
+        "--rates",
+        "1, 2",
+        "--layers",
+        "3,4",
+        "--names",
+        "x,y",
+    ]
+    recipe = Recipe(1.0, "quick", (Path("a"), Path("b")), (1.0, 2.0), (3, 4), ("x", "y"), Path("o"), True)
+    assert bake_with("--rate", 1, *given, "--out", "o", "--restart", "--seed", 2) == (recipe, 2)
+    with pytest.raises(ValueError, match=r"^--rate must not be above --out or `hidden`, got -1.0\.$"):
+        bake_with("--rate", -1)
+    with pytest.raises(ValueError, match="--layers takes numbers with commas between them, got '3;4'"):
+        bake_with("--rate", 1, "--layers", "3;4")
+    for wrong, said in ((["--rate", 1, "--method", "odd"], "odd"), (["--hidden", 1], "No such option"), ([], "rate")):
+        with pytest.raises(Exception, match=said) as error:
+            bake_with(*wrong)
+        assert hasattr(error.value, "show")  # a usage error: one line, exit code 2
 
 
 def test_default_target_without_network_and_wheel(monkeypatch, tmp_path):

@@ -1,7 +1,7 @@
-"""The `dspark-hf` command: each sub-command parses, calls one function and prints.
+"""The `dspark-hf` command: each sub-command parses, calls one function of the package and prints.
 
-Owns: options, help texts, exit codes (0 done, 1 the doctor found a fault, 2 bad input or nothing answered, 130 interrupted).
-Does not own: any work.
+Exit codes: 0 done, 1 the doctor found a fault, 2 bad input or nothing answered, 130 interrupted.
+What needs torch is imported inside the commands, so that help and usage errors come at once.
 """
 
 from __future__ import annotations
@@ -13,30 +13,8 @@ import typer
 from rich.text import Text
 
 # Registers the commands, in the order of the help text.
-from . import (
-    convert_command,
-    doctor_command,
-    drafters_command,
-    generate_command,
-    measure_commands,
-    publish_command,
-    serve_command,
-    train_command,
-)
+from . import drafter_commands, generate_command, measure_commands, train_command  # noqa: F401
 from .app import app, err
-
-__all__ = [
-    "app",
-    "convert_command",
-    "doctor_command",
-    "drafters_command",
-    "generate_command",
-    "main",
-    "measure_commands",
-    "publish_command",
-    "serve_command",
-    "train_command",
-]
 
 
 def main() -> None:

@@ -1,18 +1,43 @@
-"""What the sub-commands share: the app, consoles, common options and checks. Owns: no command."""
+"""What the sub-commands share: the app, consoles, common options and checks."""
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
-app = typer.Typer(
+from ..loading import AUTO, DEFAULT_TARGET
+from .flags import with_options
+
+if TYPE_CHECKING:
+    from ..loading.pairs import Pair
+
+
+class _App(typer.Typer):
+    """Commands may take dataclasses (`flags`), and torch is loaded when one begins, not when its `--help` is shown."""
+
+    def command(self, *names: Any, **settings: Any) -> Callable[[Callable], Callable]:  # type: ignore[override]
+        def decorate(function: Callable) -> Callable:
+            @functools.wraps(function)
+            def run(**values: Any) -> Any:
+                _start_work()
+                return function(**values)
+
+            typer.Typer.command(self, *names, **settings)(with_options(run))
+            return function
+
+        return decorate
+
+
+app = _App(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -20,34 +45,44 @@ app = typer.Typer(
 )
 # In a file or a pipe, rich would squeeze tables into 80 columns.
 # Without markup: what we print holds names, paths and errors, whose brackets are to be seen.
-out = Console(width=None if sys.stdout.isatty() else 130, markup=False)
-err = Console(stderr=True, markup=False)
+out = Console(width=None if sys.stdout.isatty() else 130, markup=False, highlight=False)
+err = Console(stderr=True, markup=False, highlight=False)
 
+_DRAFTER = "Drafter: a Hub id or a folder; auto is the target's known one (see dspark-hf drafters)."
 TargetOption = Annotated[str, typer.Option(help="Target model: a Hub id or a folder.")]
-DrafterOption = Annotated[
-    str, typer.Option(help="Drafter: a Hub id or a folder; auto is the target's known one (see dspark-hf drafters).")
+DtypeOption = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16."),
 ]
-DtypeOption = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
 DeviceOption = Annotated[str | None, typer.Option(help="Device, e.g. cpu or cuda; an accelerator where there is one.")]
 
 
-@app.callback()
-def _root() -> None:
-    """Faster generation with Hugging Face language models, token for token the same."""
+@dataclass(frozen=True)
+class PairOptions:
+    """A target and its drafter."""
+
+    target: TargetOption = DEFAULT_TARGET
+    drafter: Annotated[str, typer.Option(help=_DRAFTER)] = AUTO
+    device: DeviceOption = None
+    dtype: DtypeOption = "auto"
+
+    def load(self) -> Pair:
+        from ..loading.pairs import load_pair
+
+        return load_pair(self.target, self.drafter, self.device, self.dtype)
+
+
+def _start_work() -> None:
+    import dspark_hf
+
+    dspark_hf.register()
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # of loading weights; work of ours has bars of its own
 
 
-def numbers(text: str, kind: Callable[[str], Any], option: str) -> tuple:
-    try:
-        return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise ValueError(f"{option} takes numbers with commas between them, got {text!r}.") from None
-
-
-def at_least(value: float, low: float, option: str) -> None:
-    if not low <= value < math.inf:
+def at_least(value: float | None, low: float, option: str) -> None:
+    if value is not None and not low <= value < math.inf:
         raise ValueError(f"{option} must be at least {low:g} and finite, got {value:g}.")
 
 

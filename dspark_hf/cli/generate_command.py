@@ -1,93 +1,78 @@
-"""`dspark-hf generate`, `batch` and `race`."""
+"""A pair at work: `dspark-hf generate`, `batch`, `race` and `serve`."""
 
 from __future__ import annotations
 
 import json
+import socket
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.text import Text
+from typer import Option
 
-from ..loading import AUTO, DEFAULT_TARGET
-from .app import DeviceOption, DrafterOption, DtypeOption, TargetOption, app, at_least, err, out, writable_file
+from ..evaluation.questions import DecodingOptions
+from .app import PairOptions, app, at_least, err, need_modules, out, writable_file
 
 
 @app.command(epilog="Example: dspark-hf generate --prompt 'Write a haiku about rain.' --temperature 0.7")
 def generate(
-    prompt: Annotated[str, typer.Option(help="What to ask; the target's chat template is put around it.")],
-    target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = AUTO,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens of this probability mass.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
-    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text as it comes.")] = True,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
-    json_output: Annotated[bool, typer.Option("--json", help="Print text and statistics as JSON.")] = False,
+    *,
+    prompt: str = Option(..., help="What to ask; the target's chat template is put around it."),
+    named: PairOptions,
+    decoding: DecodingOptions,
+    stream: bool = Option(True, "--stream/--no-stream", help="Print the text as it comes."),
+    json_output: bool = Option(False, "--json", help="Print text and statistics as JSON."),
 ) -> None:
     """Answer one prompt with target and drafter."""
-    from ..evaluation.completion import DecodingOptions, complete
-    from ..loading.pairs import load_pair
+    from ..evaluation.completion import complete
 
     if not prompt.strip():
         raise ValueError("The prompt is empty. Give some text with --prompt.")
-    at_least(max_new_tokens, 1, "--max-new-tokens")
-    at_least(temperature, 0, "--temperature")
-    pair = load_pair(target, drafter, device, dtype)
-    options = DecodingOptions(max_new_tokens, temperature, top_p, seed)
-    result = complete(pair.target, prompt, options, pair.drafter, stream=stream and not json_output)
+    pair = named.load()
+    result = complete(pair.target, prompt, decoding, pair.drafter, stream=stream and not json_output)
     if json_output:
         out.print_json(data=result.to_dict())
         return
     if not stream:
-        out.print(result.text, highlight=False)
-    err.print(
-        f"{len(result.token_ids)} tokens, {result.tokens_per_second:.1f} tok/s, τ {result.accept_length:.2f}",
-        highlight=False,
-    )
+        out.print(result.text)
+    err.print(f"{len(result.token_ids)} tokens, {result.tokens_per_second:.1f} tok/s, τ {result.accept_length:.2f}")
+
+
+@dataclass(frozen=True)
+class _Batch(DecodingOptions):
+    """As for one prompt."""
+
+    seed: int = field(default=0, metadata={"help": "Seed of each request's draws."})
 
 
 @app.command(epilog="Example: dspark-hf batch --prompts prompts.jsonl --out answers.jsonl --max-sequences 8")
 def batch(
-    prompts: Annotated[
-        Path,
-        typer.Option(
-            help="JSONL with 'prompt', 'turns' or 'messages' a line; 'max_new_tokens', 'temperature', 'top_p' and 'seed' in a "
-            "line go before the options."
-        ),
-    ],
-    out_file: Annotated[
-        Path | None, typer.Option("--out", help="JSONL of answers, in the order of the prompts.")
-    ] = None,
-    target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = AUTO,
-    max_sequences: Annotated[int, typer.Option(help="Most requests at once.")] = 8,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens of this probability mass.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of each request's draws.")] = 0,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
-    json_output: Annotated[
-        bool,
-        typer.Option("--json", help="Print a JSON line for each answer as it comes, and one of the engine a second."),
-    ] = False,
+    *,
+    prompts: Path = Option(
+        ...,
+        help="JSONL with 'prompt', 'turns' or 'messages' a line; 'max_new_tokens', 'temperature', 'top_p' and 'seed' in a "
+        "line go before the options.",
+    ),
+    out_file: Path | None = Option(None, "--out", help="JSONL of answers, in the order of the prompts."),
+    named: PairOptions,
+    max_sequences: int = Option(8, help="Most requests at once."),
+    decoding: _Batch,
+    json_output: bool = Option(
+        False, "--json", help="Print a JSON line for each answer as it comes, and one of the engine a second."
+    ),
 ) -> None:
     """Answer a file of prompts together, with one verification for all of them in every step."""
     from tqdm import tqdm
 
     from ..evaluation.completion import answer_all
-    from ..evaluation.questions import DecodingOptions, read_questions
+    from ..evaluation.questions import read_questions
     from ..loading.files import write_text
-    from ..loading.pairs import load_pair
 
     at_least(max_sequences, 1, "--max-sequences")
     writable_file(out_file)
-    questions = read_questions(prompts, DecodingOptions(max_new_tokens, temperature, top_p, seed))
-    pair = load_pair(target, drafter, device, dtype)
-    loaded, draft_model = pair.target, pair.drafter
+    questions = read_questions(prompts, decoding)
+    pair = named.load()
     answers: dict[int, dict[str, Any]] = {}
     engine: dict[str, Any] = {}
 
@@ -106,7 +91,7 @@ def batch(
                 bar.update()
 
         try:
-            answer_all(loaded, draft_model, questions, max_sequences, take)
+            answer_all(pair.target, pair.drafter, questions, max_sequences, take)
         finally:
             if out_file is not None and answers:
                 lines = [json.dumps(answers[i]) for i in sorted(answers)]
@@ -115,47 +100,84 @@ def batch(
     if engine:
         err.print(
             f"{engine['new_tokens']} tokens, {engine['tokens_per_second']:.1f} tok/s, "
-            f"{engine['verified_per_request']:.2f} drafts verified for a request in a step",
-            highlight=False,
+            f"{engine['verified_per_request']:.2f} drafts verified for a request in a step"
         )
     if failed:
-        err.print(
-            f"{len(failed)} of {len(answers)} requests failed, the first with {failed[0]['error']}", highlight=False
-        )
+        err.print(f"{len(failed)} of {len(answers)} requests failed, the first with {failed[0]['error']}")
 
 
 @app.command(epilog="Example: dspark-hf race --prompt 'Explain why the sky is blue.'")
 def race(
-    prompt: Annotated[str, typer.Option(help="What to ask.")] = (
-        "Write a Python function that returns all prime numbers up to n with the sieve of Eratosthenes."
+    *,
+    prompt: str = Option(
+        "Write a Python function that returns all prime numbers up to n with the sieve of Eratosthenes.",
+        help="What to ask.",
     ),
-    target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = AUTO,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 160,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
+    named: PairOptions,
+    max_new_tokens: int = Option(160, help="Longest answer, in tokens."),
 ) -> None:
     """Plain decoding against DSpark in the terminal: the same prompt, greedy, one after the other."""
-    from ..evaluation.completion import DecodingOptions, complete
-    from ..loading.pairs import load_pair
+    from ..evaluation.completion import complete
 
-    at_least(max_new_tokens, 1, "--max-new-tokens")
+    options = DecodingOptions(max_new_tokens)
     with err.status("Loading target and drafter"):
-        pair = load_pair(target, drafter, device, dtype)
-        loaded, draft_model = pair.target, pair.drafter
-        for assistant in (None, draft_model):  # warm-up
-            complete(loaded, prompt, DecodingOptions(max_new_tokens=4), assistant)
-    options = DecodingOptions(max_new_tokens=max_new_tokens)
+        pair = named.load()
+        for assistant in (None, pair.drafter):  # warm-up
+            complete(pair.target, prompt, DecodingOptions(max_new_tokens=4), assistant)
     results = []
-    for title, assistant in (("plain decoding", None), ("DSpark", draft_model)):
+    for title, assistant in (("plain decoding", None), ("DSpark", pair.drafter)):
         out.rule(title)
-        results.append(complete(loaded, prompt, options, assistant, stream=True))
-        out.print(f"{results[-1].tokens_per_second:.1f} tok/s", style="bold", highlight=False)
+        results.append(complete(pair.target, prompt, options, assistant, stream=True))
+        out.print(f"{results[-1].tokens_per_second:.1f} tok/s", style="bold")
     plain, fast = results
     out.rule("result")
     same = "the same tokens" if plain.token_ids == fast.token_ids else "DIFFERENT tokens (a tie? see dspark-hf bench)"
     speedup = f"{fast.tokens_per_second / plain.tokens_per_second:.2f}×"
-    out.print(
-        Text.assemble((speedup, "bold"), f" the speed, {same}, τ {fast.accept_length:.2f} tokens a round"),
-        highlight=False,
-    )
+    out.print(Text.assemble((speedup, "bold"), f" the speed, {same}, τ {fast.accept_length:.2f} tokens a round"))
+
+
+@app.command(epilog="Example: dspark-hf serve --port 8000, then point any OpenAI client at http://127.0.0.1:8000/v1")
+def serve(
+    *,
+    named: PairOptions,
+    host: str = Option("127.0.0.1", help="Address to listen at; others can reach 0.0.0.0, so give a key with it."),
+    port: int = Option(8000, help="Port to listen at."),
+    api_key: str | None = Option(None, envvar="DSPARK_API_KEY", help="Key that every route but /health asks for."),
+    max_sequences: int = Option(8, help="Most requests decoded at once; others wait."),
+    max_requests: int = Option(64, help="Most requests in flight; more get 503."),
+    max_answer_tokens: int = Option(4096, help="Longest answer that may be asked for."),
+    max_body_bytes: int = Option(1 << 20, help="Largest body of a request."),
+) -> None:
+    """Serve target and drafter on this machine with OpenAI's API: chat, completions, streams; many requests at once."""
+    for value, option in (
+        (port, "--port"),
+        (max_sequences, "--max-sequences"),
+        (max_requests, "--max-requests"),
+        (max_answer_tokens, "--max-answer-tokens"),
+        (max_body_bytes, "--max-body-bytes"),
+    ):
+        at_least(value, 1, option)
+    if port > 65535:
+        raise ValueError(f"--port must be at most 65535, got {port}.")
+    need_modules("fastapi", "uvicorn", "prometheus_client", extra="serve")
+    import uvicorn
+
+    from ..engine.engine import BatchEngine
+    from ..serving.api import ServerLimits, make_app
+
+    try:  # before anything is loaded
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise OSError(
+            f"Can't listen at {host}, port {port} ({error.strerror}): choose another --host or --port."
+        ) from None
+    pair = named.load()
+    engine = BatchEngine(pair.target.model, pair.drafter, max_sequences=max_sequences, keep_finished=max_sequences)
+    if host not in ("127.0.0.1", "localhost", "::1") and api_key is None:
+        err.print(f"Anyone who reaches {host} can use this server: give --api-key.", style="yellow")
+    limits = ServerLimits(max_body_bytes, max_answer_tokens, max_requests)
+    place = f"[{host}]" if ":" in host else host
+    err.print(f"{pair.target.name} at http://{place}:{port}/v1 (Ctrl-C stops it)", soft_wrap=True)
+    served = make_app(pair.target, engine, api_key, limits)
+    config = uvicorn.Config(served, log_level="warning", timeout_graceful_shutdown=30)
+    uvicorn.Server(config).run(sockets=[listener])

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
+from ..evaluation.questions import DecodingOptions
 from ..loading import AUTO, DEFAULT_TARGET
 from .app import (
     DeviceOption,
-    DrafterOption,
     DtypeOption,
+    PairOptions,
     TargetOption,
     app,
     at_least,
     err,
     existing_file,
     need_modules,
-    numbers,
     out,
 )
+from .flags import numbers
 
 PromptsOption = Annotated[
     str | None,
@@ -33,51 +36,54 @@ LimitOption = Annotated[int | None, typer.Option(help="Only the first prompts of
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
 
 
+@dataclass(frozen=True)
+class _Bench(DecodingOptions):
+    """Short answers, from the whole distribution."""
+
+    max_new_tokens: int = field(default=128, metadata={"help": "Tokens per answer at most."})
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class _Calibrate(_Bench):
+    """As a drafter is most often used."""
+
+    temperature: float = field(default=1.0, metadata={"help": "Of the decoding that is calibrated on; 0 is greedy."})
+
+
 @app.command(
     epilog="Example: dspark-hf bench --max-new-tokens 128 --policies fixed:1,fixed:3,throughput --json bench.json, or "
     "dspark-hf bench --concurrency 1,2,4,8,16 --plots figures"
 )
 def bench(
-    prompts: Annotated[Path | None, typer.Option(help="JSONL of prompts with 'domain'. (default: our own 24)")] = None,
-    target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = AUTO,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    limit: Annotated[int | None, typer.Option(help="Only the first prompts of each domain.")] = None,
-    draft_tokens: Annotated[int | None, typer.Option(help="Tokens drafted a round. (default: the drafter's)")] = None,
-    policies: Annotated[
-        str,
-        typer.Option(help="Measured beside the drafter's own: fixed:N, threshold:T, throughput, lagged, lookahead."),
-    ] = "",
-    concurrency: Annotated[
-        str,
-        typer.Option(
-            help="Many requests at once instead, e.g. 1,2,4,8,16; --policies are then static lengths 1, 3, 7."
-        ),
-    ] = "",
-    sweeps: Annotated[int, typer.Option(help="With --concurrency: waves of prompts at each number of requests.")] = 3,
-    plots: Annotated[Path | None, typer.Option(help="With --concurrency: folder for the two figures (PNG).")] = None,
-    stock_layers: Annotated[
-        bool, typer.Option("--stock-layers", help="Leave the linear layers on a CPU as torch has them.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    *,
+    prompts: Path | None = Option(None, help="JSONL of prompts with 'domain'. (default: our own 24)"),
+    named: PairOptions,
+    decoding: _Bench,
+    limit: int | None = Option(None, help="Only the first prompts of each domain."),
+    draft_tokens: int | None = Option(None, help="Tokens drafted a round. (default: the drafter's)"),
+    policies: str = Option(
+        "", help="Measured beside the drafter's own: fixed:N, threshold:T, throughput, lagged, lookahead."
+    ),
+    concurrency: str = Option(
+        "", help="Many requests at once instead, e.g. 1,2,4,8,16; --policies are then static lengths 1, 3, 7."
+    ),
+    sweeps: int = Option(3, help="With --concurrency: waves of prompts at each number of requests."),
+    plots: Path | None = Option(None, help="With --concurrency: folder for the two figures (PNG)."),
+    stock_layers: bool = Option(False, "--stock-layers", help="Leave the linear layers on a CPU as torch has them."),
+    json_file: Path | None = Option(None, "--json", help="Write the figures to this file."),
 ) -> None:
     """Measure plain decoding, DSpark and prompt lookup on the same prompts in one run, or many requests at once."""
     from ..evaluation.bench import run_bench, run_concurrency, step_seconds, summarise
-    from ..evaluation.completion import DecodingOptions, check_policy
+    from ..evaluation.completion import check_policy
     from ..evaluation.prompt_sets import first_of_each_domain, load_conversations
     from ..evaluation.reports import bench_sheets, concurrency_sheet
     from ..loading.files import write_json
-    from ..loading.pairs import load_pair
     from ..scheduling.policy import FixedLength
 
-    at_least(max_new_tokens, 2, "--max-new-tokens")
-    at_least(temperature, 0, "--temperature")
-    at_least(1 if limit is None else limit, 1, "--limit")
-    at_least(0 if draft_tokens is None else draft_tokens, 0, "--draft-tokens")
+    at_least(decoding.max_new_tokens, 2, "--max-new-tokens")
+    at_least(limit, 1, "--limit")
+    at_least(draft_tokens, 0, "--draft-tokens")
     existing_file(prompts)
     levels = numbers(concurrency, int, "--concurrency")
     for level in levels:
@@ -90,16 +96,14 @@ def bench(
     names = numbers(policies, str, "--policies") or (("fixed:1", "fixed:3", "fixed:7") if levels else ())
     for name in names:
         check_policy(name)
-    pair = load_pair(target, drafter, device, dtype)
-    loaded, draft_model = pair.target, pair.drafter
-    draft_model.options.skinny_linear = not stock_layers
+    pair = named.load()
+    pair.drafter.options.skinny_linear = not stock_layers
     if draft_tokens is not None:
-        draft_model.options.policy = FixedLength(draft_tokens)
-        draft_model.generation_config.num_assistant_tokens = draft_tokens
+        pair.drafter.options.policy = FixedLength(draft_tokens)
+        pair.drafter.generation_config.num_assistant_tokens = draft_tokens
     chosen = first_of_each_domain(load_conversations(prompts), limit)
-    options = DecodingOptions(max_new_tokens, temperature, seed=seed)
     if levels:
-        summary = run_concurrency(loaded, draft_model, chosen, options, sorted(set(levels)), names, sweeps)
+        summary = run_concurrency(pair.target, pair.drafter, chosen, decoding, sorted(set(levels)), names, sweeps)
         out.print(concurrency_sheet(summary))
         if json_file is not None:
             write_json(summary, json_file)
@@ -109,8 +113,8 @@ def bench(
             write_png(throughput_curves(summary), plots / "throughput.png")
             write_png(budget_curve(summary), plots / "budget.png")
         return
-    seconds = step_seconds(loaded.model, draft_model)
-    summary = summarise(run_bench(loaded, draft_model, chosen, options, names)) | {"step_seconds": seconds}
+    seconds = step_seconds(pair.target.model, pair.drafter)
+    summary = summarise(run_bench(pair.target, pair.drafter, chosen, decoding, names)) | {"step_seconds": seconds}
     out.print(*bench_sheets(summary))
     if json_file is not None:  # after printing, so that a file that can't be written costs no figures
         write_json(summary, json_file)
@@ -118,30 +122,24 @@ def bench(
 
 @app.command(epilog="Example: dspark-hf profile --max-rows 16 --depths 128,1024 --plot curve.png")
 def profile(
-    target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = AUTO,
-    max_rows: Annotated[int, typer.Option(help="Most tokens in one forward.")] = 64,
-    depths: Annotated[str, typer.Option(help="Tokens of context before them.")] = "128,1024,4096",
-    sweeps: Annotated[int, typer.Option(help="Repeats of every measurement, interleaved.")] = 5,
-    plot: Annotated[Path | None, typer.Option(help="Draw the curve into this PNG file.")] = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
+    *,
+    named: PairOptions,
+    max_rows: int = Option(64, help="Most tokens in one forward."),
+    depths: str = Option("128,1024,4096", help="Tokens of context before them."),
+    sweeps: int = Option(5, help="Repeats of every measurement, interleaved."),
+    plot: Path | None = Option(None, help="Draw the curve into this PNG file."),
     json_output: JsonFlag = False,
 ) -> None:
     """Measure what a forward of the target and a draft cost here, and keep the table for the scheduler."""
-    import dataclasses
-
     from ..decoding.profiling import ProfilePlan, measure_step_rates
     from ..evaluation.reports import step_rate_sheet
-    from ..loading.pairs import load_pair
 
     at_least(max_rows, 1, "--max-rows")
     plan = ProfilePlan(tuple(range(1, max_rows + 1)), numbers(depths, int, "--depths"), sweeps)
     if plot is not None:
         need_modules("matplotlib")
-    pair = load_pair(target, drafter, device, dtype)
-    loaded, draft_model = pair.target, pair.drafter
-    rates = measure_step_rates(loaded.model, draft_model, plan)
+    pair = named.load()
+    rates = measure_step_rates(pair.target.model, pair.drafter, plan)
     try:
         place = f"Kept in {rates.save()}."
     except OSError as error:
@@ -151,53 +149,44 @@ def profile(
 
         write_png(step_rate_curve(rates), plot)
     if json_output:
-        out.print_json(data=dataclasses.asdict(rates))
+        out.print_json(data=asdict(rates))
         return
     out.print(step_rate_sheet(rates))
-    out.print(place, highlight=False, soft_wrap=True)
+    out.print(place, soft_wrap=True)
 
 
 @app.command(epilog="Example: dspark-hf calibrate --prompts held-out.jsonl --drafter my-drafter --report calibration")
 def calibrate(
+    *,
     prompts: PromptsOption = None,
-    target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = AUTO,
-    out_folder: Annotated[
-        Path | None, typer.Option("--out", help="Folder for the calibrated drafter. (default: the drafter's own)")
-    ] = None,
-    temperature: Annotated[float, typer.Option(help="Of the decoding that is calibrated on; 0 is greedy.")] = 1.0,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 128,
+    named: PairOptions,
+    out_folder: Path | None = Option(
+        None, "--out", help="Folder for the calibrated drafter. (default: the drafter's own)"
+    ),
+    decoding: _Calibrate,
     limit: LimitOption = None,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
-    report: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the reliability diagram and the rounds (an interrupted run goes on)."),
-    ] = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
+    report: Path | None = Option(
+        None, help="Folder for the reliability diagram and the rounds (an interrupted run goes on)."
+    ),
     json_output: JsonFlag = False,
 ) -> None:
     """Calibrate a drafter's confidences on prompts it was not trained on; every second one judges the fit."""
     from ..evaluation.calibrate import check_destination, run_calibration, store_calibration
-    from ..evaluation.completion import DecodingOptions
     from ..evaluation.prompt_sets import load_conversations
     from ..evaluation.reports import calibration_sheet
-    from ..loading.pairs import choose_drafter, drafter_folder, load_pair
+    from ..loading.pairs import choose_drafter, drafter_folder
 
-    at_least(max_new_tokens, 8, "--max-new-tokens")
-    at_least(temperature, 0, "--temperature")
-    at_least(1 if limit is None else limit, 1, "--limit")
+    at_least(decoding.max_new_tokens, 8, "--max-new-tokens")
+    at_least(limit, 1, "--limit")
     need_modules("sklearn", *(["matplotlib"] if report is not None else []))
-    drafter = choose_drafter(drafter, target)
-    source = drafter_folder(drafter)
+    named = replace(named, drafter=choose_drafter(named.drafter, named.target))
+    source = drafter_folder(named.drafter)
     destination = check_destination(source, out_folder)
     conversations = load_conversations(prompts, limit)
-    pair = load_pair(target, drafter, device, dtype)
-    loaded, draft_model = pair.target, pair.drafter
-    options = DecodingOptions(max_new_tokens, temperature, seed=seed)
+    pair = named.load()
     rounds_file = None if report is None else report / "rounds.jsonl"
-    result = run_calibration(loaded, draft_model, conversations, options, rounds_file)
-    store_calibration(draft_model, result, source, destination)
+    result = run_calibration(pair.target, pair.drafter, conversations, decoding, rounds_file)
+    store_calibration(pair.drafter, result, source, destination)
     if report is not None:
         from ..evaluation.plots import calibration_diagram, write_png
 
@@ -211,7 +200,7 @@ def calibrate(
         err.print(
             f"Too few rounds reached position {positions}: left as the drafter gives it. More prompts would help."
         )
-    out.print(f"The calibration is in {destination}.", highlight=False, soft_wrap=True)
+    out.print(f"The calibration is in {destination}.", soft_wrap=True)
 
 
 @app.command(
@@ -220,37 +209,29 @@ def calibrate(
     "dspark-hf eval --drafter ours=my-drafter --drafter theirs=other-drafter --temperature 1,0 --report out",
 )
 def evaluate(
+    *,
     prompts: PromptsOption = None,
     target: TargetOption = DEFAULT_TARGET,
-    drafter: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Drafter: a Hub id or a folder, or auto (the known one of the target, also where none is given); again for each "
-            "one to compare, as name=path if you like."
-        ),
-    ] = None,
-    policy: Annotated[
-        str,
-        typer.Option(
-            help="full (whole blocks), own (the drafter's), fixed:N, threshold:T, throughput, lagged, lookahead."
-        ),
-    ] = "full",
-    temperature: Annotated[str, typer.Option(help="0 is greedy; several with commas between them, e.g. 1,0.")] = "0",
-    context_window: Annotated[
-        str,
-        typer.Option(
-            help="Compare windows of the drafter's context: tokens kept, or none, e.g. none,256,1024. (default: the drafter's)"
-        ),
-    ] = "",
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 128,
+    drafter: list[str] | None = Option(
+        None,
+        help="Drafter: a Hub id or a folder, or auto (the known one of the target, also where none is given); again for each "
+        "one to compare, as name=path if you like.",
+    ),
+    policy: str = Option(
+        "full", help="full (whole blocks), own (the drafter's), fixed:N, threshold:T, throughput, lagged, lookahead."
+    ),
+    temperature: str = Option("0", help="0 is greedy; several with commas between them, e.g. 1,0."),
+    context_window: str = Option(
+        "",
+        help="Compare windows of the drafter's context: tokens kept, or none, e.g. none,256,1024. (default: the drafter's)",
+    ),
+    max_new_tokens: int = Option(128, help="Tokens per answer at most."),
     limit: LimitOption = None,
-    threshold_sweep: Annotated[
-        bool, typer.Option("--threshold-sweep", help="What confidence thresholds from 0 to 0.95 would have cut.")
-    ] = False,
-    report: Annotated[
-        Path | None, typer.Option(help="Folder for table, figures, JSON and rounds (an interrupted run goes on).")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    threshold_sweep: bool = Option(
+        False, "--threshold-sweep", help="What confidence thresholds from 0 to 0.95 would have cut."
+    ),
+    report: Path | None = Option(None, help="Folder for table, figures, JSON and rounds (an interrupted run goes on)."),
+    seed: int = Option(0, help="Seed of the draws."),
     device: DeviceOption = None,
     dtype: DtypeOption = "auto",
     json_output: JsonFlag = False,
@@ -258,7 +239,7 @@ def evaluate(
     """Measure acceptance by domain and source: τ, acceptance by position, wasted drafts, reliability; several drafters side by
     side."""
     from ..evaluation.comparison import named_drafters, with_windows
-    from ..evaluation.completion import DecodingOptions, check_policy
+    from ..evaluation.completion import check_policy
     from ..evaluation.figures import summarise_evaluation
     from ..evaluation.prompt_sets import load_conversations
     from ..evaluation.reports import evaluation_sheets, write_report
@@ -271,7 +252,7 @@ def evaluate(
         at_least(value, 0, "--temperature")
     if not temperatures or len(set(temperatures)) < len(temperatures):
         raise ValueError(f"--temperature takes one number or more, each once, got {temperature!r}.")
-    at_least(1 if limit is None else limit, 1, "--limit")
+    at_least(limit, 1, "--limit")
     check_policy(policy)
     windows = _windows(context_window)
     named = named_drafters(drafter or [AUTO])
@@ -361,4 +342,4 @@ def _again(report: Path | None) -> str:
 
 def _say_where(report: Path | None) -> None:
     if report is not None:
-        out.print(f"The report is in {report}.", highlight=False, soft_wrap=True)
+        out.print(f"The report is in {report}.", soft_wrap=True)

@@ -14,12 +14,7 @@ from transformers import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
-from ..linear.row_check import check_rows
 from ..model.modeling_dspark import DSparkDraftModel
-from .checks import likely_mistakes
-from .generation import speculative_decoding
-from .rollback import check_rollback
-from .target import check_layer_ids
 
 _DECODE_ARGUMENTS = {
     "input_ids",
@@ -47,6 +42,11 @@ def check_pair(target, drafter: DSparkDraftModel) -> None:
         ValueError: encoder-decoder target, other vocabulary or hidden size, a tapped layer the target lacks, a recurrent
             state that can't be rolled back, layers whose result for a row depends on other rows.
     """
+    from ..linear.row_check import check_rows
+    from .checks import likely_mistakes
+    from .rollback import check_rollback
+    from .target import check_layer_ids
+
     if target.config.is_encoder_decoder:
         raise ValueError(
             f"{type(target).__name__} is an encoder-decoder model; DSpark drafters serve decoder-only models."
@@ -86,6 +86,8 @@ def install() -> None:
                 f"A DSpark drafter serves one sequence per generate() call, got a batch of {input_ids.shape[0]}. "
                 "Call generate() for each prompt."
             )
+        from .generation import speculative_decoding  # not before it is needed: `import dspark_hf` is to be light
+
         for name in ("synced_gpus", "assistant_model", "inputs_tensor", "assistant_tokenizer", "tokenizer"):
             kwargs.pop(name, None)
         return speculative_decoding(
