@@ -60,7 +60,7 @@ class Drafting:
                 s.input_ids.to(self.drafter.device),
                 limit,
                 s.do_sample,
-                s.processors or None,
+                s.processors,
                 s.draft_generator,
             )
             for s, limit in zip(sequences, limits)

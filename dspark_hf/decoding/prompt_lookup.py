@@ -61,6 +61,10 @@ class PromptLookup:
             tokens.append(token)
         return Copy(tokens, match) if tokens else None
 
+    def survival(self, copy: Copy) -> list[float]:
+        """(a_1, a_2, ...) of its tokens."""
+        return self.estimate.survival(copy.match, len(copy.tokens))
+
     def _find(self) -> tuple[int, int]:
         """Where the token after the longest (then latest) run like the text's end stands, and the run's length; 0 for none."""
         text, best, where = self._text, 0, 0

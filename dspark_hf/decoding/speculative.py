@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -48,9 +49,7 @@ class Speculation:
         self._most_copied = MOST_TOKENS if whole else cap
         self._placeholders = placeholder_ids(target)
 
-    def round(
-        self, sequences: Sequence[TextSequence], reading: Mapping[TextSequence, Rows] | None = None
-    ) -> RoundRecord:
+    def round(self, sequences: Sequence[TextSequence], reading: Mapping[Any, Rows] | None = None) -> RoundRecord:
         """Plan, draft, schedule, verify, accept, keep and commit, learn.
 
         reading: pieces of prompts that share the forward; one that asks for logits has its first token with it. What a
@@ -124,7 +123,7 @@ class Speculation:
                 copy = self._look_up(s, room)
                 limit = max(min(room, self.cap), 0) if s.draft_context.num_kept else 0
                 s.stats.scheduling_seconds += time.perf_counter() - started
-            survival = () if copy is None else s.lookup.estimate.survival(copy.match, len(copy.tokens))
+            survival = () if copy is None or s.lookup is None else s.lookup.survival(copy)
             states.append(SequenceState(s.id, s.length - 1, limit, survival))
             copies.append(copy)
         if self.policy is None or not sequences:

@@ -268,7 +268,7 @@ class BatchEngine:
 
     def _make_room(self, rows: list[Rows], error: Exception) -> list[Rows]:
         """Where memory runs out, the request admitted last makes room for the others, and waits."""
-        last = max((row.sequence for row in rows), key=self._queue.running.index)
+        last = [r for r in self._queue.running if any(row.sequence is r for row in rows)][-1]
         if len(self._queue.running) > 1:
             self._queue.evict(last)
         else:

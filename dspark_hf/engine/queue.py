@@ -155,7 +155,7 @@ class RequestQueue:
         elif request in self.waiting:
             self.waiting.remove(request)
         self._close(request)
-        request.slot = request.draft_context = None
+        request.slot = request.draft_context = None  # type: ignore[assignment]
         self.is_full = False
 
 

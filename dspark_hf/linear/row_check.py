@@ -49,7 +49,8 @@ def _unknown_kinds(model: nn.Module) -> Iterator[tuple[Hashable, nn.Module]]:
         if not isinstance(getattr(module, "in_features", None), int) or next(module.children(), None) is not None:
             continue
         weight = getattr(module, "weight", None)
-        if type(module) is nn.Linear and type(weight) is nn.Parameter and weight.dtype.is_floating_point:
+        is_plain = type(module) is nn.Linear and type(weight) is nn.Parameter
+        if is_plain and weight.dtype.is_floating_point:  # type: ignore[union-attr]
             continue
         yield (type(module), type(weight), module.in_features, getattr(module, "out_features", None)), module
 

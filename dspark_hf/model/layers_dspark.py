@@ -136,7 +136,7 @@ class Gemma4Attention(DSparkAttention):
 class Gemma4Layer(DSparkLayer):
     """Norms before and after attention and MLP; the sum times a scalar that is not trained."""
 
-    attention = Gemma4Attention
+    attention: type[DSparkAttention] = Gemma4Attention
 
     def __init__(self, config: DSparkConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)

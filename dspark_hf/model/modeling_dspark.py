@@ -59,7 +59,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
     """A DSpark drafter. Use it as `target.generate(..., assistant_model=drafter)` after `import dspark_hf`."""
 
     _auto_class = "AutoModel"  # saved with these files and an `auto_map`, so that it loads without this package
-    _default_options: ClassVar[Callable[[], Any] | None] = None  # set where the whole package is imported
+    _default_options: ClassVar[type | None] = None  # set where the whole package is imported
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)

@@ -139,7 +139,8 @@ def decode_answers(
             output = target.generate(ids, attention_mask=torch.ones_like(ids), **settings(plan))
             yield plan, output[0, ids.shape[1] :].tolist()
         return
-    waiting, running = iter(plans), {}
+    waiting = iter(plans)
+    running: dict[int, Any] = {}
 
     def refill() -> None:
         for plan in itertools.islice(waiting, 2 * num_slots - len(running)):
