@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import make_drafter, make_target, prompt_ids
-from test_scheduling import table
 from tiny_targets import make_hybrid
 from transformers import CompileConfig, StaticCache
 
@@ -146,19 +145,6 @@ def test_when_it_is_compiled():
 def test_a_block_longer_than_all_sizes_is_a_size_of_its_own(target):
     assert CompiledForward(target, 8, {}).sizes == (1, 2, 4, 8, 17)
     assert CompiledForward(target, 33, {}).sizes == (1, 2, 4, 8, 17, 33)
-
-
-def test_costs_are_those_of_the_next_size(target):
-    rates = table(1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7)
-    rates.live = True
-    sizes = (1, 2, 4, 8)
-    stepped = rates.stepped(sizes)
-    assert [round(stepped.cost(n, 1), 6) for n in range(1, 9)] == [1.0, 1.1, 1.3, 1.3, 1.7, 1.7, 1.7, 1.7]
-    stepped.correct_target(8, 3.4, 1)
-    assert stepped.cost(5, 1) == stepped.cost(8, 1) > 1.7
-    assert rates.stepped(sizes) is stepped and rates.cost(8, 1) == 1.7  # what it learned is its own, and stays
-    rates.live = False
-    assert not rates.stepped(sizes).live
 
 
 def test_a_forward_that_the_hooks_did_not_see_is_an_error(target):

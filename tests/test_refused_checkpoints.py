@@ -14,7 +14,7 @@ from test_packagings import DEEPSPEC, TAPS, ZLAB, same_draft, write
 from transformers import AutoConfig, AutoModel
 
 from dspark_hf import DSparkDraftModel, cli
-from dspark_hf.decoding import hook
+from dspark_hf.decoding import generation
 
 DEEPSEEK_V4 = {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -131,7 +131,7 @@ def test_a_language_model_as_assistant_is_transformers_own_business(target, monk
     def never(*args, **kwargs):
         raise AssertionError("our decoding loop was called")
 
-    monkeypatch.setattr(hook, "speculative_decoding", never)
+    monkeypatch.setattr(generation, "speculative_decoding", never)
     assistant = make_target(seed=7)
     arguments = {"max_new_tokens": 12, "do_sample": False}
     plain = target.generate(prompt_ids(), **arguments)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import make_drafter, make_target, prompt_ids
 from test_losslessness import enumerate_draws, exact_distribution
-from test_scheduling import TwoTokens, table
+from test_scheduling import Planned, costs
 from tiny_targets import make_hybrid
 from transformers import DynamicCache, LogitsProcessor, StaticCache
 from transformers.cache_utils import DynamicLayer, StaticSlidingWindowLayer
@@ -58,7 +58,7 @@ def test_padding_stays_in_the_cache_and_in_the_windows(family):
     target = make_target(family)
     drafter = make_drafter(target)
     for seconds in ((1.0, 2.0, 2.0, 1.9, 1.2), (1.0, 2.0, 2.0, 1.9, 1.9, 1.9, 1.9, 1.0)):
-        drafter.options.policy = TwoTokens(table(*seconds))
+        drafter.options.policy = Planned(2, costs(*seconds))
         for tokens in (2, 3, 4, 5, 9, 13):
             plain = target.generate(prompt_ids(), max_new_tokens=tokens, do_sample=False)
             fast = target.generate(

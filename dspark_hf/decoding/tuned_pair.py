@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 import weakref
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any
 
 import psutil
@@ -24,19 +22,10 @@ from .trial_forwards import context_length, filled_cache, target_run
 logger = logging.get_logger(__name__)
 _DEPTH = 128  # tokens of context of the forwards that are timed
 _MOST_MEMORY = 0.25  # share of the free memory that copies may take
-
-
-@dataclass
-class _Pair:
-    """What is known of a drafter beside one target: the forms chosen, and when its copies of weights were last compared."""
-
-    target: weakref.ref[PreTrainedModel]
-    settings: tuple
-    layers: LinearLayers
-    followed: float = -math.inf
-
-
-_PAIRS: weakref.WeakKeyDictionary[DSparkDraftModel, _Pair] = weakref.WeakKeyDictionary()
+# Of each drafter: its target, the settings for which forms were chosen, and these.
+_CHOSEN: weakref.WeakKeyDictionary[DSparkDraftModel, tuple[weakref.ref, tuple, LinearLayers]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _settings(drafter: DSparkDraftModel) -> tuple[bool, bool, str]:
@@ -46,17 +35,25 @@ def _settings(drafter: DSparkDraftModel) -> tuple[bool, bool, str]:
     return options.skinny_linear, options.packed_weights, options.draft_precision
 
 
-def _pair(target: PreTrainedModel, drafter: DSparkDraftModel) -> _Pair:
+def linear_layers_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> LinearLayers:
+    """The pair's layers, with forms chosen once for this machine and kept; none where `skinny_linear` is off.
+
+    Raises:
+        ValueError: an unknown `draft_precision`.
+    """
     drafter.bind_target(target)
-    settings, pair = _settings(drafter), _PAIRS.get(drafter)
-    # The same one also where its forms are swapped in already, so that no layer is left to swap.
-    if pair is None or pair.target() is not target or pair.settings != settings:
-        pair = _PAIRS[drafter] = _Pair(weakref.ref(target), settings, _chosen(target, drafter, settings))
-    return pair
+    settings = _settings(drafter)
+    known_target, known_settings, layers = _CHOSEN.get(drafter, (None, (), LinearLayers()))
+    # The same ones also where they are swapped in already, so that none is left to swap.
+    if known_target is None or known_target() is not target or known_settings != settings:
+        layers = _chosen(target, drafter, *settings)
+        _CHOSEN[drafter] = weakref.ref(target), settings, layers
+    return layers
 
 
-def _chosen(target: PreTrainedModel, drafter: DSparkDraftModel, settings: tuple[bool, bool, str]) -> LinearLayers:
-    is_on, may_copy, precision = settings
+def _chosen(
+    target: PreTrainedModel, drafter: DSparkDraftModel, is_on: bool, may_copy: bool, precision: str
+) -> LinearLayers:
     parts: dict[str, list] = {"target": [target], "drafter": [drafter, *drafter.bound_heads()]}
     layers = {part: swappable_layers(models) for part, models in parts.items()}
     size = sum(m.weight.numel() * m.weight.element_size() for m in {*layers["target"], *layers["drafter"]})
@@ -87,26 +84,17 @@ def _forwards_of(target: PreTrainedModel) -> RunOf:
     return functools.partial(target_run, target, cache)
 
 
-def linear_layers_of(target: PreTrainedModel, drafter: DSparkDraftModel) -> LinearLayers:
-    """The pair's layers, with forms chosen once for this machine and kept; none where `skinny_linear` is off.
-
-    Raises:
-        ValueError: an unknown `draft_precision`.
-    """
-    return _pair(target, drafter).layers
-
-
 def see_changed_weights(target: PreTrainedModel, drafter: DSparkDraftModel, max_age: float = 0.0) -> bool:
     """Make what was copied from weights follow them, in whatever way they were changed; whether any was.
 
     It reads all weights that have copies, about as long as a forward; not at all within `max_age` seconds of the last time.
     """
-    pair = _pair(target, drafter)
-    if time.monotonic() - pair.followed < max_age:
+    layers = linear_layers_of(target, drafter)
+    if time.monotonic() - layers.followed < max_age:
         return False
     drafter.follow_head()
     changed = follow_weights([target, drafter, *drafter.bound_heads()])
-    pair.followed = time.monotonic()
+    layers.followed = time.monotonic()
     return changed
 
 
@@ -123,7 +111,6 @@ def tuned(
     Changes of weights are looked for first (`see_changed_weights`).
     """
     see_changed_weights(target, drafter, max_age)
-    layers = _pair(target, drafter).layers
-    if not layers.choices:
-        return nullcontext()
-    return layers.swapped([target] if of_target else [], [drafter, *drafter.bound_heads()] if of_drafter else [])
+    return linear_layers_of(target, drafter).swapped(
+        [target] if of_target else [], [drafter, *drafter.bound_heads()] if of_drafter else []
+    )

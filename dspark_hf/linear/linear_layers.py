@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -82,6 +83,7 @@ class LinearLayers:
 
     def __init__(self, choices: Mapping[str, Sequence[str]] | None = None) -> None:
         self.choices = dict(choices or {})
+        self.followed = -math.inf  # when copies of weights were last compared with them
 
     @property
     def digest(self) -> str:

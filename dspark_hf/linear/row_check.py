@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,9 +49,8 @@ def _unknown_kinds(model: nn.Module) -> Iterator[tuple[Hashable, nn.Module]]:
     for module in model.modules():
         if not isinstance(getattr(module, "in_features", None), int) or next(module.children(), None) is not None:
             continue
-        weight = getattr(module, "weight", None)
-        is_plain = type(module) is nn.Linear and type(weight) is nn.Parameter
-        if is_plain and weight.dtype.is_floating_point:  # type: ignore[union-attr]
+        weight: Any = getattr(module, "weight", None)
+        if type(module) is nn.Linear and type(weight) is nn.Parameter and weight.dtype.is_floating_point:
             continue
         yield (type(module), type(weight), module.in_features, getattr(module, "out_features", None)), module
 
