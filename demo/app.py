@@ -1,8 +1,4 @@
-"""The speed race in a browser: `python demo/app.py`, or `make demo`.
-
-Owns: the page's controls and layout, sessions and their stop buttons, the command line. Does not own: the run (`race`), the
-HTML of it (`render`), charts (`figures`).
-"""
+"""The speed race in a browser: `python demo/app.py`, or `make demo`. Controls, layout, sessions and the command line."""
 
 from __future__ import annotations
 

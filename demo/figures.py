@@ -1,6 +1,5 @@
 """The charts below the race, as pictures inside the page.
 
-Owns: drawing one run's rounds and survival estimates. Does not own: measuring, the step-rate curve (`evaluation.plots`).
 Axes: rounds across, positions k = 1..γ of a block upwards.
 """
 

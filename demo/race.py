@@ -1,7 +1,5 @@
-"""One race: the same prompt decoded plainly and with DSpark, one after the other, told as it happens.
+"""One race: the same prompt decoded plainly and with DSpark, one after the other, shown as it happens.
 
-Owns: the order, the events of a running generation, stopping, comparing, one race at a time.
-Does not own: the records (`race_state`), the page (`app`, `render`, `figures`), decoding, policies.
 Units: seconds from a side's start, tokens per second with the prefill included; positions in a block count from 1.
 
 The decoding runs in a thread of its own. It only puts events on a list; text is made of them by whoever reads `run`.

@@ -1,7 +1,5 @@
 """What a race is asked for and what it shows, as records.
 
-Owns: a visitor's choices and their limits, tokens with where they came from, the two sides, the verdict.
-Does not own: running (`race`), looks (`render`).
 Units: seconds from a side's start, tokens per second with the prefill included; positions in a block count from 1.
 """
 

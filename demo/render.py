@@ -1,9 +1,7 @@
 """The race as HTML: panes, gauges, legend, verdict. Pure functions of a state.
 
-Owns: words, classes (`page.css` gives them their look) and escaping. Does not own: the run, figures, controls.
-
-Every kind of token is told apart by colour and by shape: accepted drafts by a tint and an underline of their own for each
-position, corrections by a frame, bonus tokens by a filled pill.
+`page.css` gives the classes their look. Every kind of token differs in colour and in shape: accepted drafts by a tint and an
+underline of their own for each position, corrections by a frame, bonus tokens by a filled pill.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A Hub on this machine, for tests: as much of the Hub's HTTP as pushing, downloading and loading a model takes.
 
-Owns: repositories, branches, commits, large files (served from another address, as the Hub's are) and tokens, all in memory;
-downloads that break off or stop half-way. Does not own: Xet, pull requests, data sets.
+Repositories, branches, commits, large files (served from another address, as the Hub's are) and tokens, all in memory, and
+downloads that break off or stop half-way; no Xet, pull requests or data sets.
 Run the client with `HF_ENDPOINT=server.url` and `HF_HUB_DISABLE_XET=1`.
 """
 
