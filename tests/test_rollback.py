@@ -241,7 +241,7 @@ def test_settling_puts_every_layer_back():
         ("jamba", "other logits than one at a time"),
         ("nemotron_h", "bounds its time step"),
         ("zamba2", "bounds its time step"),
-        ("mamba2", "without a layer of attention"),
+        ("mamba2", "none of its layers is one of attention"),
         ("recurrent_gemma", "RecurrentGemmaForCausalLM keeps a state that can't be rolled back"),
         ("minimax", "outside of transformers' caches"),
     ],
@@ -293,15 +293,18 @@ def test_narrow_float32_products_are_told_from_another_state():
 
 def test_several_returned_sequences_are_refused_for_hybrids_too():
     target = make_hybrid("qwen3_5")
-    with pytest.raises(ValueError, match="one sequence"):
+    with pytest.raises(ValueError, match=r"one sequence|num_return_sequences has to be 1"):
         target.generate(
             prompt_ids(), max_new_tokens=4, do_sample=True, num_return_sequences=2, assistant_model=make_drafter(target)
         )
 
 
 def test_transformers_still_refuses_other_assistants_for_them():
+    target = make_hybrid("qwen3_5")
+    if not hasattr(target, "_is_stateful"):
+        pytest.skip("transformers takes them since 5.25")
     with pytest.raises(ValueError, match="stateful"):
-        make_hybrid("qwen3_5").generate(prompt_ids(), max_new_tokens=4, assistant_model=make_target())
+        target.generate(prompt_ids(), max_new_tokens=4, assistant_model=make_target())
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "lfm2"])

@@ -52,7 +52,11 @@ REFUSED = {
         "JambaForCausalLM",
         {"mamba_d_state": 8, "mamba_dt_rank": 4, "num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1},
     ),
-    "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM", _BOUNDED | {"ssm_state_size": 8, "n_groups": 1}),
+    "nemotron_h": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        _BOUNDED | {"ssm_state_size": 8, "n_groups": 1, "time_step_limit": (0.001, float("inf"))},
+    ),
     "zamba2": (
         "Zamba2Config",
         "Zamba2ForCausalLM",

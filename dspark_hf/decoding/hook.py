@@ -103,7 +103,8 @@ def install() -> None:
             if not generation_config.use_cache:
                 raise ValueError("A DSpark drafter needs the target's cache; leave use_cache at True.")
             check_pair(self, drafter)
-            if self._is_stateful:  # refused for every assistant; ours puts the state back, as `check_pair` has found
+            # Refused for every assistant before 5.25; ours restores the state, as `check_pair` has found.
+            if getattr(self, "_is_stateful", False):
                 generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
         return validate(self, generation_mode, generation_config, generation_mode_kwargs)
 

@@ -18,7 +18,7 @@ from .backend import Reading, Rows
 from .compat import CACHE_ARGUMENT
 from .ragged_cache import Layout, RaggedStore, Slot, causal_mask, is_out_of_memory
 from .sequence import TextSequence
-from .target import TargetTaps, length_dependent_rope
+from .target import TargetTaps, has_recurrent_layers, length_dependent_rope
 
 _ATTENTION = "dspark_ragged"
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
@@ -206,7 +206,7 @@ def check_structure(target: PreTrainedModel) -> None:
             f"{type(target).__name__} has layers of kind {', '.join(sorted(layer_types))}, whose state the batch engine can't "
             "keep for many sequences. Decode one request at a time with generate()."
         )
-    if target._is_stateful:
+    if has_recurrent_layers(target):
         raise ValueError(
             f"{type(target).__name__} has a recurrent state, which the batch engine can't keep for many sequences. Decode one "
             "request at a time with generate()."

@@ -22,10 +22,11 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, StaticCache
 
 from .compat import CACHE_ARGUMENT
 from .kv_cache import grow_in_place, make_plain
-from .target import cross_attention_layers, has_bounded_time_step
+from .target import cross_attention_layers, has_bounded_time_step, has_recurrent_layers, keeps_state_in_modules
 
 _CHECKED = "_dspark_rollback_checked"
 _STATES = ("conv_states", "recurrent_states")  # written in place
+_COUNT = "cumulative_length_linear"  # likewise; since 5.25
 # Of a forward, unless blocks are longer than half of it. A plain step keeps all it reads, so that nothing is left to be read
 # again: with more rows drafting on gets dear, with fewer there are plain steps too often.
 _MOST_ROWS = 16
@@ -52,7 +53,7 @@ class Rollback:
         self._windows = [_StaticWindow(layer) for layer in layers if type(layer) is StaticSlidingWindowLayer]
         self._others = [layer for layer in layers if not _is_recurrent(layer) and type(layer) not in _STATIC]
         self._snapshots: list[dict[str, Any]] = []
-        self._lengths: list[int] = []
+        self._lengths: list[int | torch.Tensor] = []
         self._static_lengths: list[torch.Tensor] = []
         if not all(layer.is_croppable for layer in self._others):
             raise _unusable(target, f"a {type(cache).__name__} with layers that can be neither cropped nor copied")
@@ -90,11 +91,13 @@ class Rollback:
             for name in _STATES:
                 states = vars(layer)[name]
                 vars(layer)[name] = {i: None if state is None else state.clone() for i, state in states.items()}
+            if _COUNT in vars(layer):
+                vars(layer)[_COUNT] = vars(layer)[_COUNT].clone()
 
     def undo(self) -> None:
         """After a forward that an exception ended, anywhere in the target: each layer as it was before."""
         for layer, length in zip(self._others, self._lengths, strict=True):
-            if surplus := _length(layer) - length:
+            if surplus := int(_length(layer) - length):
                 layer.crop(-surplus)
         for layer, length in zip(self._static, self._static_lengths, strict=True):
             layer.cumulative_length.copy_(length)
@@ -132,11 +135,12 @@ class Rollback:
         make_plain(self._cache)
 
 
-def _length(layer: Any) -> int:
+def _length(layer: Any) -> int | torch.Tensor:
     """Tokens that it holds, or inputs of its convolution."""
-    if isinstance(layer, LinearAttentionCacheLayerMixin) and not hasattr(layer, "get_seq_length"):
+    if isinstance(layer, LinearAttentionCacheLayerMixin) and not hasattr(layer, "get_seq_length"):  # before 5.25
         return max((state.shape[-1] for state in layer.conv_states.values() if state is not None), default=0)
-    return layer.get_seq_length()
+    length = layer.get_seq_length()
+    return length.clone() if isinstance(length, torch.Tensor) else length  # counted in place
 
 
 class _StaticWindow:
@@ -179,7 +183,7 @@ def check_cache(cache: Cache, target: PreTrainedModel) -> None:
         ValueError: quantised layers, static ones of a hybrid, a cache of its own kind.
     """
     layers = _layers(cache, target)
-    if target._is_stateful or any(_is_recurrent(layer) for layer in layers):
+    if has_recurrent_layers(target) or any(_is_recurrent(layer) for layer in layers):
         # A static layer of both kinds writes its keys in place, and a subclass may keep more than its layers.
         usable = type(cache) is DynamicCache
     else:
@@ -232,7 +236,7 @@ def check_rollback(target: PreTrainedModel) -> None:
     """
     if not target._supports_default_dynamic_cache():
         raise _unusable(target, "it is kept outside of transformers' caches")
-    if not target._is_stateful or getattr(target, _CHECKED, False):
+    if getattr(target, _CHECKED, False) or not (has_recurrent_layers(target) or keeps_state_in_modules(target)):
         return
     if has_bounded_time_step(target):
         raise _unusable(target, "it bounds its time step where it reads several tokens, and not where it reads one")
@@ -244,7 +248,12 @@ def check_rollback(target: PreTrainedModel) -> None:
     if foreign := {type(layer).__name__ for layer in cache.layers if type(layer).__module__ != Cache.__module__}:
         raise _unusable(target, f"its {', '.join(sorted(foreign))} is a cache of its own kind")
     if not any(isinstance(vars(layer).get("keys"), torch.Tensor) for layer in cache.layers):
-        raise _unusable(target, "without a layer of attention its cache does not tell how many tokens it has read")
+        raise _unusable(target, "none of its layers is one of attention")
+    if any(
+        isinstance(layer, LinearAttentionCacheLayerMixin) and not any(layer.is_conv_states_initialized.values())
+        for layer in cache.layers
+    ):
+        raise _unusable(target, "it is kept in its modules")
     Rollback(cache, target)
     with _refusing(target):
         got = _rolled_back_logits(target, ids)

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
@@ -79,6 +80,27 @@ def check_image_mask(target: PreTrainedModel, cache: Cache, model_kwargs: Mappin
             f"{type(target).__name__} reads an image here, and drafts can't be verified without its cross_attention_mask. Pass "
             "the one that the processor returns, in later turns too."
         )
+
+
+def has_recurrent_layers(target: PreTrainedModel) -> bool:
+    """Whether a layer sums up what it has read in a state, or keeps it in a cache of its own kind.
+
+    transformers said so in `_is_stateful` before 5.25. Short convolutions (LFM2's) hold their inputs: these can be cropped.
+    """
+    if getattr(target, "_is_stateful", False):
+        return True
+    config = target.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None)
+    return kinds is not None and any(
+        type(layer).__module__ != Cache.__module__
+        or (isinstance(layer, LinearAttentionCacheLayerMixin) and kind != "conv")
+        for kind, layer in zip(kinds, DynamicCache(config=config).layers, strict=False)
+    )
+
+
+def keeps_state_in_modules(target: PreTrainedModel) -> bool:
+    """Whether a module itself holds a state between forwards, as RecurrentGemma's do."""
+    return any(name.endswith(("_state", "_states")) for module in target.modules() for name in vars(module))
 
 
 def has_bounded_time_step(target: PreTrainedModel) -> bool:
