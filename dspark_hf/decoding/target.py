@@ -100,7 +100,8 @@ def has_recurrent_layers(target: PreTrainedModel) -> bool:
 
 def keeps_state_in_modules(target: PreTrainedModel) -> bool:
     """Whether a module itself holds a state between forwards, as RecurrentGemma's do."""
-    return any(name.endswith(("_state", "_states")) for module in target.modules() for name in vars(module))
+    names = ("recurrent_state", "ssm_state", "conv1d_state")  # and not any `state`: quantised layers have `quant_state`
+    return any(name.startswith(names) for module in target.modules() for name in vars(module))
 
 
 def has_bounded_time_step(target: PreTrainedModel) -> bool:
