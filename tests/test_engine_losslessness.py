@@ -10,6 +10,7 @@ import torch
 from conftest import make_drafter, make_target, prompt_ids
 from test_losslessness import enumerate_draws, rates
 
+from dspark_hf.decoding import processors
 from dspark_hf import (
     BatchEngine,
     Expectation,
@@ -272,8 +273,9 @@ def test_sampled_joint_distribution_is_exact(policy, monkeypatch):
     target = make_target(seed=5, vocab_size=4, num_hidden_layers=2, initializer_range=0.2)
     small = {"block_size": 2, "target_layer_ids": [0], "num_hidden_layers": 1, "draft_vocab_size": None if fixed else 2}
     drafter = make_drafter(target, seed=6, **small)
-    drafter.options.skinny_linear = False
+    drafter.options.skinny_linear, drafter.options.acceptance = False, "rejection"
     drafter.options.top_candidates = 2 if policy == "fixed-top" else None
+    monkeypatch.setattr(processors, "_WITH_MEMORY", ())  # the functions below have none
     asks = [
         (prompt_ids(4, 4, 9), 4, {"temperature": 3.0, "prefix_allowed_tokens_fn": choices({4: [1]}, [2, 3])}),
         (

@@ -59,7 +59,7 @@ def test_processors_greedy(target, arguments, draft_vocab_size):
 
 def test_draft_where_no_draft_token_is_allowed(target):
     drafter = make_drafter(target, draft_vocab_size=6)  # can propose 2..7 only
-    plain, fast = both(target, drafter, prompt_ids(), prefix_allowed_tokens_fn=lambda batch, ids: [12, 20])
+    plain, fast = both(target, drafter, prompt_ids(), suppress_tokens=[i for i in range(24) if i not in (12, 20)])
     assert torch.equal(plain, fast)
     assert sum(drafter.last_generation.drafted) == 0
 

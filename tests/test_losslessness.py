@@ -23,7 +23,7 @@ from dspark_hf import (
     ThroughputScheduler,
 )
 from dspark_hf.decoding import acceptance
-from dspark_hf.decoding.acceptance import verify_block, verify_greedy
+from dspark_hf.decoding.acceptance import verify_block, verify_chosen
 from dspark_hf.model import sampler_dspark
 
 
@@ -196,7 +196,7 @@ def check_distribution(policy, arguments, make, reduced, monkeypatch, ids=None, 
         num_hidden_layers=1,
         draft_vocab_size=2 if reduced else None,
     )
-    for name, value in ({"policy": policy} | attributes).items():
+    for name, value in ({"policy": policy, "acceptance": "rejection"} | attributes).items():
         setattr(drafter.options, name, value)
     if padding:
         drafter.generation_config.num_assistant_tokens = 1  # so that two rows are padded to three
@@ -258,7 +258,7 @@ def test_greedy_verification_is_the_one_hot_case():
         chosen = torch.randint(0, 3, (5,), generator=generator)
         one_hot = torch.nn.functional.one_hot
         probabilistic = verify_block(drafted, one_hot(drafted, 3).double(), one_hot(chosen, 3).double())
-        greedy = verify_greedy(drafted, chosen)
+        greedy = verify_chosen(drafted, chosen)
         assert torch.equal(greedy.num_accepted, probabilistic.num_accepted)
         assert torch.equal(greedy.next_token, probabilistic.next_token)
 

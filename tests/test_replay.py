@@ -1,4 +1,4 @@
-"""Replayed rounds are those of real decoding: the very same when greedy, the same joint distribution when sampled."""
+"""Replayed rounds are those of real decoding: the very same, or by rejection the same joint distribution."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ def conversations(count=3):
 
 @pytest.mark.parametrize("policy", ["full", "fixed:2", "threshold:0.5"])
 @pytest.mark.parametrize("end", [None, [3, 9, 15, 20]], ids=["cut", "end-of-sequence"])
-def test_greedy_rounds_are_those_of_real_decoding(policy, end):
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rounds_are_those_of_real_decoding(policy, end, temperature):
     target, drafters = make_pairs(seed=1)
     if policy == "threshold:0.5":
         del drafters["none"]
     target.model.generation_config.eos_token_id = end
-    options = DecodingOptions(15)
+    options = DecodingOptions(15, temperature)
     texts = decode_texts(target, conversations(), options)
     found = replay_all(target, drafters, conversations(), texts, options, policy, dict.fromkeys(drafters))
     lengths = {len(turn.answer_ids) for turns in texts.values() for turn in turns}
@@ -100,7 +101,7 @@ def test_sampled_rounds_have_the_distribution_of_real_decoding(policy, arguments
     drafter = make_drafter(model, seed=6, draft_vocab_size=2 if reduced else None, bind=False, **form)
     if reduced:
         drafter.set_draft_vocabulary(torch.tensor([0, end]))
-    drafter.options = DraftingOptions(policy=policy, skinny_linear=False, top_candidates=top)
+    drafter.options = DraftingOptions(acceptance="rejection", policy=policy, skinny_linear=False, top_candidates=top)
     ids = torch.tensor([[0, 1, 1, 0]])
     options = DecodingOptions(horizon, arguments.get("temperature", 1.0), arguments.get("top_p", 1.0))
     enumerator = enumerate_draws(monkeypatch)
@@ -202,8 +203,10 @@ def test_what_fails_is_kept_with_its_error(monkeypatch):
 
 
 def test_draws_of_replay_are_not_those_of_the_text(monkeypatch):
-    """Acceptance is drawn given the text, so it must not come from the random numbers that drew the text."""
+    """Rejection is drawn given the text, so it must not come from the random numbers that drew the text."""
     target, drafters = make_pairs(seed=1)
+    for drafter in drafters.values():
+        drafter.options.acceptance = "rejection"
     options, talks = DecodingOptions(9, 1.0), conversations(3)
     seeds: dict[str, set[int]] = {"text": set(), "replay": set()}
     real_add, real_flip = replay_module.BatchEngine.add, acceptance.flip

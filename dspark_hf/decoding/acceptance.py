@@ -1,6 +1,10 @@
-"""Acceptance of proposals (paper §2.1): from the target's rows to processed scores, and from these to a path that is committed.
+"""Acceptance of proposals: from the target's rows to processed scores, and from these to a path that is committed.
 
-Axes: K drafted tokens, V vocabulary. All randomness goes through `draw_tokens` and `flip`, so that a test can enumerate it.
+By the same-text rule a token is accepted where the target itself chooses it: the best one, or the one that the noise of its
+position draws (`noise`). The paper's rule (§2.1) rejects at random, and its draws go through `draw_tokens` and `flip`, so that
+a test can enumerate them.
+
+Axes: K drafted tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,36 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import LogitsProcessorList
 
-from ..model.sampler_dspark import apply_processors, are_value_only, draw_tokens, scores_dtype
+from ..model.sampler_dspark import apply_processors, draw_tokens, scores_dtype
+from .noise import choose
+from .processors import process_rows
 from .proposal import Proposal
 from .sequence import Choice, TextSequence
 
-__all__ = ["Verification", "accept", "draw_tokens", "flip", "process_rows", "verify_block", "verify_greedy"]
+__all__ = ["Verification", "accept", "draw_tokens", "flip", "verify_block", "verify_chosen"]
 
 
 def flip(probs: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
     """True with the given probability, independently for each entry. [...] -> [...], bool"""
     return torch.rand(probs.shape, dtype=probs.dtype, device=probs.device, generator=generator) < probs
-
-
-def process_rows(
-    processors: LogitsProcessorList,
-    input_ids: torch.LongTensor,  # [1, L + K], committed tokens, then drafted ones
-    scores: torch.Tensor,  # [K + 1, V], row i follows the first L + i tokens
-) -> torch.Tensor:
-    """Processed scores of every row, each with the tokens before it as its prefix. [K + 1, V]"""
-    if not processors:
-        return scores
-    if are_value_only(processors):
-        return apply_processors(processors, input_ids, scores)
-    start = input_ids.shape[1] - scores.shape[0] + 1
-    rows = [
-        apply_processors(processors, input_ids[:, : start + i], scores[i : i + 1].clone())
-        for i in range(scores.shape[0])
-    ]
-    return torch.cat(rows)
 
 
 @dataclass(frozen=True)
@@ -74,11 +61,11 @@ def verify_block(
     return Verification(accepted, draw_tokens(residual, generator)[0])
 
 
-def verify_greedy(
+def verify_chosen(
     draft_tokens: torch.LongTensor,  # [K]
     target_tokens: torch.LongTensor,  # [K + 1], the target's own choice at every position
 ) -> Verification:
-    """The one-hot case of `verify_block`: accepted is what the target would have chosen; needs no probabilities."""
+    """The same-text rule: accepted is what the target chooses; needs no probabilities of the draft."""
     accepted = _leading_run(draft_tokens == target_tokens[:-1])
     return Verification(accepted, target_tokens[accepted[None]][0])
 
@@ -92,43 +79,86 @@ def accept(
 ) -> list[Choice | Exception]:
     """What the target makes of each proposal, by its logits [K + 1, V] of the anchor's row and those of the nodes.
 
-    The device is read once for all sequences. An exception of a sequence's own processors, raised now or while it was drafted,
-    stands in its place.
+    The device is read once for all sequences, and once a token for one whose processors have a memory. An exception of a
+    sequence's own processors, raised now or while it was drafted, stands in its place.
     """
-    verified: list[tuple | Exception] = []
+    verified: list[_Verified | Choice | Exception] = []
     for sequence, proposal, rows in zip(sequences, proposals, logits, strict=True):
         try:
             verified.append(proposal.error or _verify(sequence, proposal, rows))
         except Exception as error:
             verified.append(error)
     known = [
-        torch.cat([v[0].num_accepted[None], v[1], v[0].next_token[None]]) for v in verified if isinstance(v, tuple)
+        torch.cat([v.result.num_accepted[None], v.tokens, v.result.next_token[None]])
+        for v in verified
+        if isinstance(v, _Verified)
     ]
     numbers = torch.cat(known).tolist() if known else []  # of several devices' sequences none are served together
     choices: list[Choice | Exception] = []
     for entry in verified:
-        if not isinstance(entry, tuple):
+        if not isinstance(entry, _Verified):
             choices.append(entry)
             continue
-        result, tokens, raw, scores = entry
-        own, numbers = numbers[: len(tokens) + 2], numbers[len(tokens) + 2 :]
+        own, numbers = numbers[: len(entry.tokens) + 2], numbers[len(entry.tokens) + 2 :]
         accepted = own[0]
         # Of a chain; a tree's path follows the children that the target chose.
-        ids = torch.cat([tokens[:accepted], result.next_token[None]])
-        choices.append(Choice(list(range(accepted)), own[1 : accepted + 1] + own[-1:], ids, raw, scores))
+        ids = torch.cat([entry.tokens[:accepted], entry.result.next_token[None]])
+        choices.append(_checked(Choice(list(range(accepted)), own[1 : accepted + 1] + own[-1:], ids, *entry.rows)))
     return choices
 
 
-def _verify(sequence: TextSequence, proposal: Proposal, logits: torch.Tensor):
+@dataclass(frozen=True)
+class _Verified:
+    """On the target's device still; rows: its logits and the scores that they became."""
+
+    result: Verification
+    tokens: torch.LongTensor
+    rows: tuple[torch.Tensor, torch.Tensor]
+
+
+def _verify(sequence: TextSequence, proposal: Proposal, logits: torch.Tensor) -> _Verified | Choice:
     tokens, ids = proposal.token_ids, sequence.input_ids
+    by_rejection = sequence.do_sample and sequence.noise is None
+    raw = logits.to(ids.device, scores_dtype(logits) if by_rejection else torch.float32)
+    if sequence.has_memory:
+        return _walk(sequence, proposal, raw)
     if len(tokens):
         ids = torch.cat([ids, tokens[None]], dim=1)
-    raw = logits.to(ids.device, scores_dtype(logits) if sequence.do_sample else torch.float32)
     scores = process_rows(sequence.processors, ids, raw)
-    if not sequence.do_sample:
-        return verify_greedy(tokens, scores.argmax(-1)), tokens, raw, scores
+    if not by_rejection:
+        return _Verified(verify_chosen(tokens, _choices(sequence, scores)), tokens, (raw, scores))
     probs = scores.new_zeros(0, scores.shape[-1])
     if len(tokens):
         probs = proposal.probs(scores.shape[-1]).to(scores.device, scores.dtype)
     result = verify_block(tokens, probs, scores.softmax(-1), generator=sequence.generator)
-    return result, tokens, raw, scores
+    return _Verified(result, tokens, (raw, scores))
+
+
+def _choices(sequence: TextSequence, scores: torch.Tensor, first: int = 0) -> torch.LongTensor:
+    """The target's own token of each row, `first` being the position of the first one behind the text. [K, V] -> [K]"""
+    if sequence.noise is None:
+        return scores.argmax(-1)
+    noise = [sequence.noise.at(first + i, scores.shape[-1]) for i in range(len(scores))]
+    return choose(scores, torch.stack(noise))
+
+
+def _walk(sequence: TextSequence, proposal: Proposal, raw: torch.Tensor) -> Choice:
+    """Row by row along the accepted path, so that the processors are called once for each token of the text, in order."""
+    drafted, ids, rows = proposal.token_ids.tolist(), sequence.input_ids, []
+    chosen: list[int] = []
+    for i in range(len(raw)):
+        rows.append(apply_processors(sequence.processors, ids, raw[i : i + 1].clone()))
+        token = _choices(sequence, rows[-1], i)
+        chosen += token.tolist()
+        ids = torch.cat([ids, token[None]], dim=1)
+        if chosen[i:] != drafted[i : i + 1] or sequence.ends_with(chosen[i], ids.shape[1]):
+            break
+    path = list(range(len(chosen) - 1))
+    return _checked(Choice(path, chosen, ids[0, sequence.length :], raw, torch.cat(rows)))
+
+
+def _checked(choice: Choice) -> Choice:
+    """Raises a RuntimeError where a token could not be drawn, as plain decoding does."""
+    if choice.token_ids[-1] < 0:
+        raise RuntimeError("The target's scores have NaN in them, so no token can be drawn.")
+    return choice

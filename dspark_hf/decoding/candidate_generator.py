@@ -11,6 +11,7 @@ from ..scheduling.policy import SequenceState
 from .default_policy import policy_of
 from .draft_context import DraftContext
 from .drafting import Drafting
+from .noise import Noise
 from .proposal import Proposal
 from .ragged_cache import RaggedStore
 from .sequence import TextSequence
@@ -18,7 +19,10 @@ from .statistics import GenerationStats
 
 
 class DSparkCandidateGenerator(CandidateGenerator):
-    """Drafts one block a round; it is given the features of every committed token through `observe`."""
+    """Drafts one block a round; it is given the features of every committed token through `observe`.
+
+    generator: drafts of a sampled text are drawn with it, unless they are guessed with the `noise` of the text.
+    """
 
     requires_model_outputs = False
 
@@ -29,6 +33,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         generation_config: GenerationConfig,
         logits_processor: LogitsProcessorList,
         generator: torch.Generator | None = None,
+        noise: Noise | None = None,
     ) -> None:
         drafter.bind_target(target)
         self.vocab_size = drafter.config.vocab_size
@@ -37,12 +42,14 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._sequence = TextSequence(
             torch.zeros(1, 0, dtype=torch.long, device=target.device),
             generation_config,
-            logits_processor,
+            LogitsProcessorList(),
             StoppingCriteriaList(),
             None,
             GenerationStats(drafter.config.num_draft_tokens),
             draft_generator=generator,
+            acceptance="rejection",  # transformers' loop accepts by it
         )
+        self._sequence.draft_processors, self._sequence.noise = logits_processor, noise
         self._sequence.draft_context = DraftContext.open(drafter, RaggedStore())
 
     @property

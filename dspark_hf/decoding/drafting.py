@@ -60,8 +60,9 @@ class Drafting:
                 s.input_ids.to(self.drafter.device),
                 limit,
                 s.do_sample,
-                s.processors,
+                s.draft_processors,
                 s.draft_generator,
+                None if s.noise is None else s.noise.at,
             )
             for s, limit in zip(sequences, limits)
         ]

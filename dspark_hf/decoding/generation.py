@@ -44,7 +44,15 @@ def speculative_decoding(
     if backend.sizes and policy.step_rates is not None:
         policy.step_rates = policy.step_rates.stepped(backend.sizes)
     stats = GenerationStats(drafter.config.num_draft_tokens, type(policy).__name__)
-    sequence = TextSequence(input_ids, generation_config, logits_processor, stopping_criteria, streamer, stats)
+    sequence = TextSequence(
+        input_ids,
+        generation_config,
+        logits_processor,
+        stopping_criteria,
+        streamer,
+        stats,
+        acceptance=drafter.options.acceptance,
+    )
     speculation = Speculation(target, backend, Drafting(drafter), policy, cap)
     # Compiled code has forms of its own, and would be made anew for ours.
     is_eager = backend.compiled is None
@@ -53,6 +61,8 @@ def speculative_decoding(
         try:
             _run(speculation, backend, sequence, drafter)
         finally:
+            if sequence.noise is not None:
+                sequence.noise.rewind()
             ordinary_buffers(target)
             ordinary_buffers(drafter)
     drafter.last_generation = stats

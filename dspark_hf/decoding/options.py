@@ -13,6 +13,9 @@ from ..scheduling.step_costs import StepRates
 class DraftingOptions:
     """`drafter.options`. Every field has a default that fits; each says what it costs.
 
+    acceptance: of sampled drafts. "same_text": the text that plain decoding draws with the same generator, token for token.
+        "rejection": the paper's rule, another text of exactly the target's distribution; for processors with a memory the
+        same text all the same.
     policy: how far each sequence drafts and what is verified. Default: `generation_config.assistant_confidence_threshold` where
         one is set, the `LookaheadScheduler` for a calibrated drafter, else whole blocks for as long as any are accepted.
     step_rates: what forwards cost on this machine; loaded or measured at first need (some ten seconds).
@@ -25,6 +28,7 @@ class DraftingOptions:
     draft_precision: the lowest precision of the drafter's products; "bfloat16" is quicker and costs next to no acceptance.
     """
 
+    acceptance: Literal["same_text", "rejection"] = "same_text"
     policy: Policy | None = None
     step_rates: StepRates | None = None
     lookup_drafts: bool = True
@@ -45,6 +49,8 @@ class DraftingOptions:
             raise ValueError(
                 f'options.top_candidates must be a whole number from 1, None for all tokens, or "auto"; got {top!r}.'
             )
+        if self.acceptance not in ("same_text", "rejection"):
+            raise ValueError(f'options.acceptance must be "same_text" or "rejection", got {self.acceptance!r}.')
         if self.draft_precision not in ("bfloat16", "float32"):
             raise ValueError(
                 f"options.draft_precision must be 'bfloat16' or 'float32', got {self.draft_precision!r}. It is the lowest "

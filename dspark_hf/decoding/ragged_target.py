@@ -151,6 +151,8 @@ class RaggedTarget:
         keep = torch.tensor(kept or [0], device=self.device)  # no product has no rows at all
         arguments = {"logits_to_keep": keep} if self._keeps_logits else {}
         self._cache.layout = layout
+        if self._taps is not None:
+            self._taps.drop()  # a processor may have run the target
         try:
             outputs = self.target(
                 input_ids=ids.to(self.device),
@@ -164,8 +166,6 @@ class RaggedTarget:
             if self._taps is not None and self.drafter is not None:
                 features = self._taps.take(self.drafter.device)
         finally:
-            if self._taps is not None:
-                self._taps.drop()
             del self._cache.layout
         logits = outputs.logits[0] if self._keeps_logits else outputs.logits[0, keep]
         readings, at = [], 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -14,6 +15,8 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from .draft_context import DraftContext
+from .noise import Noise
+from .processors import pure_ones
 from .prompt_lookup import PromptLookup
 from .ragged_cache import Slot
 from .statistics import GenerationStats
@@ -35,7 +38,10 @@ class Choice:
 
 
 class TextSequence:
-    """input_ids: [1, L]. new_tokens: all that were appended, on the host. scores, logits: one [1, V] for each new token, where
+    """acceptance: the rule for its drafts (`DraftingOptions`); the paper's needs processors without a memory.
+
+    input_ids: [1, L]. noise: of a sampled text, by the same-text rule. has_memory: whether a processor may not be shown rows that
+    are thrown away; draft_processors: the others, which shape drafts. new_tokens: all that were appended, on the host. scores, logits: one [1, V] for each new token, where
     `config` asks for them. slot: its place in the ragged store, if that serves it; draft_context: what the drafter has seen of
     it, if there is one. lookup: for copies from the text. error: raised by a processor, criterion or streamer of its own.
     """
@@ -55,11 +61,16 @@ class TextSequence:
         id: int = 0,
         generator: torch.Generator | None = None,
         draft_generator: torch.Generator | None = None,
+        acceptance: Literal["same_text", "rejection"] = "same_text",
     ) -> None:
         self.id, self.input_ids, self.config, self.processors = id, input_ids, config, processors
         self.streamer, self.stats = streamer, stats
         self.generator = generator
         self.draft_generator = draft_generator  # the same one, unless the drafter is on another device
+        self.draft_processors = pure_ones(processors)
+        self.has_memory = len(self.draft_processors) < len(processors)
+        is_coupled = self.do_sample and (acceptance == "same_text" or self.has_memory)
+        self.noise = Noise(generator, input_ids.device) if is_coupled else None
         self.lookup: PromptLookup | None = None
         self.new_tokens: list[int] = []
         self.finished = False
@@ -105,6 +116,8 @@ class TextSequence:
                     break
                 self.input_ids = whole[:, : before + i + 1]
                 self.new_tokens.append(token)
+                if self.noise is not None:
+                    self.noise.advance()
                 self.stats.new_tokens += 1
                 if self.streamer is not None:
                     self.streamer.put(torch.tensor([token]))
@@ -117,9 +130,13 @@ class TextSequence:
             self.error = error
         return min(len(choice.path), self.length - before)
 
+    def ends_with(self, token: int, length: int) -> bool:
+        """Whether transformers' own criteria end a text of `length` tokens with `token`."""
+        return token in self._last_tokens or length >= self._max_length
+
     def _stops(self, token: int) -> bool:
         """Whether the text ends with `token`, its last one."""
-        stops = token in self._last_tokens or self.length >= self._max_length
+        stops = self.ends_with(token, self.length)
         if self._others:
             stops = bool(self._others(self.input_ids, self.scores).all()) or stops
         return stops

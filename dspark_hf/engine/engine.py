@@ -148,6 +148,7 @@ class BatchEngine:
             id=next(self._ids),
             generator=generator,
             draft_generator=draft_generator,
+            acceptance="same_text" if self.model is None else self.model.options.acceptance,
         )
 
     def cancel(self, request_id: int) -> bool:

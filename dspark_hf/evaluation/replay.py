@@ -17,12 +17,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from ..decoding import acceptance
 from ..decoding.candidate_generator import DSparkCandidateGenerator
+from ..decoding.noise import Noise
+from ..decoding.processors import process_rows
 from ..decoding.target import TargetTaps
 from ..decoding.tuned_pair import tuned
 from ..engine.engine import BatchEngine
@@ -191,7 +194,7 @@ def read_text(
         features = dict(zip(layer_ids, taps.take(drafters[0].device).chunk(len(layer_ids), dim=-1)))
     probs = None
     if prepared.config.do_sample:
-        scores = acceptance.process_rows(prepared.processors, read, logits.to(scores_dtype(logits)))
+        scores = process_rows(prepared.processors, read, logits.to(scores_dtype(logits)))
         probs = scores.softmax(-1)
     return ReadText(prepared, ids, features, probs)
 
@@ -229,15 +232,22 @@ def replay(
 ) -> tuple[list[tuple[int, int]], list[list[float]]]:
     """The rounds that `drafter` would have had on `text`: (drafted, accepted) of each, and its confidence logits.
 
-    `seed` may be the one that drew the text."""
-    generator = torch.Generator(drafter.device).manual_seed(seed + _OWN_DRAWS)
-    processors = TextGuided(text, generator) if text.prepared.config.do_sample else text.prepared.processors
+    seed: the one that drew the text."""
+    generator, noise = torch.Generator(drafter.device).manual_seed(seed + _OWN_DRAWS), None
+    processors: Any = text.prepared.processors
+    if text.prepared.config.do_sample and drafter.options.acceptance == "rejection":
+        processors = TextGuided(text, generator)
+    elif text.prepared.config.do_sample:
+        noise = Noise(torch.Generator(target.model.device).manual_seed(seed), target.model.device)
+        noise.at(0, text.probs.shape[-1])  # type: ignore[union-attr]
+        noise.advance()
     candidates = DSparkCandidateGenerator(
         drafter,
         target.model,
         text.prepared.config,
-        processors,  # type: ignore[arg-type]
+        processors,
         generator,
+        noise,
     )
     features = torch.cat([text.features[i].to(drafter.device) for i in drafter.config.target_layer_ids], dim=-1)
     candidates.observe(features[:, : text.num_prompt])
@@ -250,6 +260,9 @@ def replay(
             pairs = zip(drafted, text.token_ids[0, length:].tolist())
             accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             committed = min(accepted + 1, end - length)
+            for _ in range(committed if noise is not None else 0):
+                noise.at(0)
+                noise.advance()
             candidates.observe(features[:, length - 1 : length - 1 + committed])
             rounds.append((len(drafted), accepted))
             logits.append(rounded(proposal.confidence_logits()))

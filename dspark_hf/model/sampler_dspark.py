@@ -200,7 +200,8 @@ class DraftRow:
     """One sequence of a draft: what it asks for, and what was drawn.
 
     prefix: [1, L] committed ids, the anchor last. limit: tokens at most. survival: calibrated (a_1, a_2, ...) that the policy
-    read, of the refused position too. error: raised by a processor, which ends this sequence's draft alone.
+    read, of the refused position too. error: raised by a processor, which ends this sequence's draft alone. noise: of each
+    position, [V_target] exponential numbers by which the target will draw its token; the draft guesses it with the same ones.
     """
 
     prefix: torch.LongTensor
@@ -208,6 +209,7 @@ class DraftRow:
     do_sample: bool = False
     processors: Callable | None = None
     generator: torch.Generator | None = None
+    noise: Callable[[int], torch.Tensor] | None = None
     survival: list[float] = field(default_factory=list)
     error: Exception | None = None
     # Tensors of all sequences and the place in them, so that nothing is computed for what is never looked at:
@@ -339,7 +341,7 @@ class Sampler:
                 scores = candidates.process(row.processors, ids.to(scores.device), scores, vocab_size)
                 if may_forbid_all(row.processors) and bool(torch.isneginf(scores).all()):
                     return None
-            column = draw_tokens(scores.softmax(-1), row.generator) if row.do_sample else scores.argmax(-1)
+            column = _column(row, candidates, scores)
         except Exception as error:
             row.error = error
             return None
@@ -370,6 +372,18 @@ class Sampler:
             for i in set(going) - set(kept):
                 del rows[i]._drawn[k:]
             going = kept
+
+
+def _column(row: DraftRow, candidates: Candidates, scores: torch.Tensor) -> torch.LongTensor:
+    """The column of `scores` [1, N] that the row's next token is in. [1]"""
+    if not row.do_sample:
+        return scores.argmax(-1)
+    if row.noise is None:
+        return draw_tokens(scores.softmax(-1), row.generator)
+    noise = row.noise(len(row)).to(scores.device)
+    ids = candidates.token_ids
+    own = noise[None, : scores.shape[-1]] if ids is None else noise[ids]
+    return (scores - own.log()).argmax(-1)
 
 
 def _narrowed(values: torch.Tensor | None, sequences: Sequence[int], kept: Sequence[int]) -> torch.Tensor | None:
