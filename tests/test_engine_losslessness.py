@@ -10,7 +10,6 @@ import torch
 from conftest import make_drafter, make_target, prompt_ids
 from test_losslessness import enumerate_draws, rates
 
-from dspark_hf.decoding import processors
 from dspark_hf import (
     BatchEngine,
     Expectation,
@@ -21,6 +20,7 @@ from dspark_hf import (
     ThroughputScheduler,
     generate_batch,
 )
+from dspark_hf.decoding import processors
 
 
 def prompts(lengths, vocab_size=24, seed=0) -> list[torch.Tensor]:

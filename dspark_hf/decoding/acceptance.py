@@ -13,19 +13,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import LogitsProcessorList
 
-from ..model.sampler_dspark import apply_processors, draw_tokens, scores_dtype
+from ..model.sampler_dspark import apply_processors, are_value_only, draw_tokens, scores_dtype
 from .noise import choose
-from .processors import process_rows
 from .proposal import Proposal
 from .sequence import Choice, TextSequence
 
-__all__ = ["Verification", "accept", "draw_tokens", "flip", "verify_block", "verify_chosen"]
+__all__ = ["Verification", "accept", "draw_tokens", "flip", "process_rows", "verify_block", "verify_chosen"]
 
 
 def flip(probs: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
     """True with the given probability, independently for each entry. [...] -> [...], bool"""
     return torch.rand(probs.shape, dtype=probs.dtype, device=probs.device, generator=generator) < probs
+
+
+def process_rows(
+    processors: LogitsProcessorList,
+    input_ids: torch.LongTensor,  # [1, L + K], committed tokens, then drafted ones
+    scores: torch.Tensor,  # [K + 1, V], row i follows the first L + i tokens
+) -> torch.Tensor:
+    """Processed scores of every row, each with the tokens before it as its prefix; for pure ones. [K + 1, V]"""
+    if not processors:
+        return scores
+    if are_value_only(processors):
+        return apply_processors(processors, input_ids, scores)
+    start = input_ids.shape[1] - scores.shape[0] + 1
+    rows = [
+        apply_processors(processors, input_ids[:, : start + i], scores[i : i + 1].clone())
+        for i in range(scores.shape[0])
+    ]
+    return torch.cat(rows)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Drafting:
                 s.do_sample,
                 s.draft_processors,
                 s.draft_generator,
-                None if s.noise is None else s.noise.at,
+                s.noise,  # type: ignore[arg-type]  # that file is checked without `None`
             )
             for s, limit in zip(sequences, limits)
         ]

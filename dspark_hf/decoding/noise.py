@@ -34,10 +34,12 @@ class Noise:
             self._states.append(self._state())
         return self._ahead[position]
 
-    def advance(self) -> None:
-        """One token was appended."""
-        self._ahead.popleft()
-        self._states.popleft()
+    def advance(self, count: int = 1) -> None:
+        """So many tokens were appended."""
+        self.at(count - 1)
+        for _ in range(count):
+            self._ahead.popleft()
+            self._states.popleft()
 
     def rewind(self) -> None:
         """Leave the generator as plain decoding of the same tokens would; what was drawn ahead is forgotten."""

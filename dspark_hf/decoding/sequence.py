@@ -40,10 +40,11 @@ class Choice:
 class TextSequence:
     """acceptance: the rule for its drafts (`DraftingOptions`); the paper's needs processors without a memory.
 
-    input_ids: [1, L]. noise: of a sampled text, by the same-text rule. has_memory: whether a processor may not be shown rows that
-    are thrown away; draft_processors: the others, which shape drafts. new_tokens: all that were appended, on the host. scores, logits: one [1, V] for each new token, where
-    `config` asks for them. slot: its place in the ragged store, if that serves it; draft_context: what the drafter has seen of
-    it, if there is one. lookup: for copies from the text. error: raised by a processor, criterion or streamer of its own.
+    input_ids: [1, L]. noise: of a sampled text, by the same-text rule. has_memory: whether a processor may not be shown rows
+    that are thrown away; draft_processors: the others, which shape drafts. new_tokens: all that were appended, on the host.
+    scores, logits: one [1, V] for each new token, where `config` asks for them. slot: its place in the ragged store, if that
+    serves it; draft_context: what the drafter has seen of it, if there is one. lookup: for copies from the text. error: raised
+    by a processor, criterion or streamer of its own.
     """
 
     draft_context: DraftContext = None  # type: ignore[assignment]

@@ -25,7 +25,6 @@ from tqdm import tqdm
 from ..decoding import acceptance
 from ..decoding.candidate_generator import DSparkCandidateGenerator
 from ..decoding.noise import Noise
-from ..decoding.processors import process_rows
 from ..decoding.target import TargetTaps
 from ..decoding.tuned_pair import tuned
 from ..engine.engine import BatchEngine
@@ -194,7 +193,7 @@ def read_text(
         features = dict(zip(layer_ids, taps.take(drafters[0].device).chunk(len(layer_ids), dim=-1)))
     probs = None
     if prepared.config.do_sample:
-        scores = process_rows(prepared.processors, read, logits.to(scores_dtype(logits)))
+        scores = acceptance.process_rows(prepared.processors, read, logits.to(scores_dtype(logits)))
         probs = scores.softmax(-1)
     return ReadText(prepared, ids, features, probs)
 
@@ -260,9 +259,8 @@ def replay(
             pairs = zip(drafted, text.token_ids[0, length:].tolist())
             accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             committed = min(accepted + 1, end - length)
-            for _ in range(committed if noise is not None else 0):
-                noise.at(0)
-                noise.advance()
+            if noise is not None:
+                noise.advance(committed)
             candidates.observe(features[:, length - 1 : length - 1 + committed])
             rounds.append((len(drafted), accepted))
             logits.append(rounded(proposal.confidence_logits()))

@@ -45,6 +45,13 @@ TOP_CANDIDATES = 1024
 LARGE_VOCABULARY = 32 * TOP_CANDIDATES
 
 
+class Noise(Protocol):
+    """The exponential numbers by which a text's next tokens will be drawn."""
+
+    def at(self, position: int) -> torch.Tensor:
+        """Of one position, 0 being that of the first token drafted. [V]"""
+
+
 class Admission(Protocol):
     """Says whether position k of each sequence is drafted, without knowing any x_k."""
 
@@ -200,8 +207,8 @@ class DraftRow:
     """One sequence of a draft: what it asks for, and what was drawn.
 
     prefix: [1, L] committed ids, the anchor last. limit: tokens at most. survival: calibrated (a_1, a_2, ...) that the policy
-    read, of the refused position too. error: raised by a processor, which ends this sequence's draft alone. noise: of each
-    position, [V_target] exponential numbers by which the target will draw its token; the draft guesses it with the same ones.
+    read, of the refused position too. error: raised by a processor, which ends this sequence's draft alone. noise: of a
+    sampled text, where the target will draw its tokens by it; the draft guesses them by the same numbers.
     """
 
     prefix: torch.LongTensor
@@ -209,7 +216,7 @@ class DraftRow:
     do_sample: bool = False
     processors: Callable | None = None
     generator: torch.Generator | None = None
-    noise: Callable[[int], torch.Tensor] | None = None
+    noise: Noise | None = None
     survival: list[float] = field(default_factory=list)
     error: Exception | None = None
     # Tensors of all sequences and the place in them, so that nothing is computed for what is never looked at:
@@ -380,7 +387,7 @@ def _column(row: DraftRow, candidates: Candidates, scores: torch.Tensor) -> torc
         return scores.argmax(-1)
     if row.noise is None:
         return draw_tokens(scores.softmax(-1), row.generator)
-    noise = row.noise(len(row)).to(scores.device)
+    noise = row.noise.at(len(row)).to(scores.device)
     ids = candidates.token_ids
     own = noise[None, : scores.shape[-1]] if ids is None else noise[ids]
     return (scores - own.log()).argmax(-1)
