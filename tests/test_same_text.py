@@ -304,3 +304,25 @@ def test_an_unknown_rule_is_refused():
     drafter.options.acceptance = "greedy"
     with pytest.raises(ValueError, match='"same_text" or "rejection"'):
         target.generate(prompt_ids(), max_new_tokens=2, assistant_model=drafter)
+
+
+def test_a_stateless_processor_of_one_s_own_shapes_drafts():
+    class Upwards(LogitsProcessor):
+        """The next token is one of the three above the last."""
+
+        stateless = True
+
+        def __call__(self, input_ids, scores):
+            allowed = (input_ids[:, -1:] + torch.arange(1, 4)) % scores.shape[1]
+            return torch.full_like(scores, float("-inf")).scatter(1, allowed, scores.gather(1, allowed))
+
+    target = make_target(vocab_size=VOCAB)
+    drafter = make_drafter(target)
+    drafter.options.policy = FixedLength(3)
+    accepted = 0
+    for seed in range(5):
+        same(
+            target, drafter, prompt_ids(), seed, max_new_tokens=20, processors=lambda: LogitsProcessorList([Upwards()])
+        )
+        accepted += sum(drafter.last_generation.accepted)
+    assert accepted > 20

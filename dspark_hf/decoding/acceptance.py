@@ -33,7 +33,7 @@ def process_rows(
     input_ids: torch.LongTensor,  # [1, L + K], committed tokens, then drafted ones
     scores: torch.Tensor,  # [K + 1, V], row i follows the first L + i tokens
 ) -> torch.Tensor:
-    """Processed scores of every row, each with the tokens before it as its prefix; for pure ones. [K + 1, V]"""
+    """Processed scores of every row, each with the tokens before it as its prefix; for stateless processors. [K + 1, V]"""
     if not processors:
         return scores
     if are_value_only(processors):

@@ -13,11 +13,14 @@ _WITH_MEMORY = (
 )
 
 
-def is_pure(processor: LogitsProcessor) -> bool:
-    """Whether it is known to be a function of prefix and scores: transformers' own are, but for some; others may count calls."""
-    return type(processor).__module__ == logits_process.__name__ and not isinstance(processor, _WITH_MEMORY)
+def is_stateless(processor: LogitsProcessor) -> bool:
+    """Whether it is known to be a function of prefix and scores. transformers' own are, but for some; others may count their
+    calls, unless they have an attribute `stateless` that is true."""
+    if type(processor).__module__ == logits_process.__name__:
+        return not isinstance(processor, _WITH_MEMORY)
+    return bool(getattr(processor, "stateless", False))
 
 
-def pure_ones(processors: LogitsProcessorList) -> LogitsProcessorList:
+def stateless_ones(processors: LogitsProcessorList) -> LogitsProcessorList:
     """Those that drafts are shown to."""
-    return LogitsProcessorList([p for p in processors if is_pure(p)])
+    return LogitsProcessorList([p for p in processors if is_stateless(p)])

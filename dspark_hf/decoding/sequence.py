@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .draft_context import DraftContext
 from .noise import Noise
-from .processors import pure_ones
+from .processors import stateless_ones
 from .prompt_lookup import PromptLookup
 from .ragged_cache import Slot
 from .statistics import GenerationStats
@@ -68,7 +68,7 @@ class TextSequence:
         self.streamer, self.stats = streamer, stats
         self.generator = generator
         self.draft_generator = draft_generator  # the same one, unless the drafter is on another device
-        self.draft_processors = pure_ones(processors)
+        self.draft_processors = stateless_ones(processors)
         self.has_memory = len(self.draft_processors) < len(processors)
         is_coupled = self.do_sample and (acceptance == "same_text" or self.has_memory)
         self.noise = Noise(generator, input_ids.device) if is_coupled else None
