@@ -113,6 +113,12 @@ def test_folders_by_their_name(tmp_path):
     assert find_drafter(folder_of(tmp_path / "gemma-4-12b-it", nested)).drafter == GEMMA
 
 
+def test_tokens_may_have_been_added(tmp_path):
+    assert find_drafter(folder_of(tmp_path / "Qwen3-4B", QWEN4_CONFIG | {"vocab_size": 152064})).drafter == QWEN4
+    with pytest.raises(ValueError, match="shape is another"):
+        find_drafter(folder_of(tmp_path / "fewer" / "Qwen3-4B", QWEN4_CONFIG | {"vocab_size": 151000}))
+
+
 def test_name_and_shape_must_agree(tmp_path):
     wrong = folder_of(tmp_path / "Qwen3-4B", QWEN4_CONFIG | {"hidden_size": 1024})
     with pytest.raises(ValueError, match=r"name is that of Qwen/Qwen3-4B, its shape is another"):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from conftest import make_drafter, prompt_ids
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate.hooks import remove_hook_from_module
+from conftest import make_drafter, make_target, prompt_ids
 from transformers import GenerationMixin, T5Config, T5ForConditionalGeneration
 
 import dspark_hf
+from dspark_hf import BatchEngine, generate_batch
 from dspark_hf.decoding import hook
 
 
@@ -64,3 +68,68 @@ def test_threshold_without_a_confidence_head(target):
     drafter.generation_config.assistant_confidence_threshold = 0.5
     with pytest.raises(ValueError, match="confidence head"):
         target.generate(prompt_ids(), max_new_tokens=4, assistant_model=drafter)
+
+
+def test_num_assistant_tokens_that_are_no_whole_number(target, drafter):
+    for wrong in (1.5, "3", -1, True):
+        with pytest.raises(ValueError, match="num_assistant_tokens must be a whole number") as refused:
+            target.generate(prompt_ids(), max_new_tokens=4, assistant_model=drafter, num_assistant_tokens=wrong)
+        assert "\n" not in str(refused.value) and repr(wrong) in str(refused.value)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("bound_before", [True, False], ids=["bound-before", "bound-after"])
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_wholly_offloaded_targets(where, bound_before, tied, tmp_path):
+    target = make_target(dtype=torch.float32, tie_word_embeddings=tied)
+    drafter = make_drafter(target, bind=bound_before)
+    wanted = target.generate(prompt_ids(), max_new_tokens=4, do_sample=False)
+    if where == "cpu":
+        cpu_offload(target, execution_device="cpu")
+    else:
+        disk_offload(target, str(tmp_path), execution_device="cpu")
+    plain = target.generate(prompt_ids(), max_new_tokens=4, do_sample=False)
+    assert torch.equal(plain, wanted)
+    for call in (
+        lambda: target.generate(prompt_ids(), max_new_tokens=4, assistant_model=drafter),
+        lambda: drafter.bind_target(target),
+        lambda: hook.check_pair(target, drafter),
+        lambda: BatchEngine(target, drafter),
+        lambda: BatchEngine(target),
+    ):
+        with pytest.raises(ValueError, match="offloaded") as refused:
+            call()
+        assert "\n" not in str(refused.value)
+    if where == "cpu":
+        remove_hook_from_module(target, recurse=True)
+        fast = target.generate(prompt_ids(), max_new_tokens=4, do_sample=False, assistant_model=drafter)
+        assert torch.equal(fast, wanted)
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 8], ids=["full", "reduced"])
+def test_offloaded_decoder_layers_are_served(draft_vocab_size, tmp_path):
+    target = make_target(dtype=torch.float32)
+    drafter = make_drafter(target, bind=False, draft_vocab_size=draft_vocab_size)
+    wanted = target.generate(prompt_ids(), max_new_tokens=12, do_sample=False)
+    layers = {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(4)}
+    others = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    dispatch_model(target, others | layers, main_device="cpu", offload_dir=str(tmp_path))
+    fast = target.generate(prompt_ids(), max_new_tokens=12, do_sample=False, assistant_model=drafter)
+    assert torch.equal(fast, wanted)
+    (output,) = generate_batch(target, drafter, [prompt_ids()[0]], max_new_tokens=12, do_sample=False)
+    assert output.token_ids == wanted[0, 7:].tolist()
+
+
+def test_a_compiled_drafter_is_unwrapped(target, drafter):
+    compiled = torch.compile(drafter)
+    wanted = target.generate(prompt_ids(), max_new_tokens=12, do_sample=False)
+    fast = target.generate(prompt_ids(), max_new_tokens=12, do_sample=False, assistant_model=compiled)
+    assert torch.equal(fast, wanted) and sum(compiled.last_generation.drafted)
+    assert BatchEngine(target, compiled).model is drafter
+    (output,) = generate_batch(target, compiled, [prompt_ids()[0]], max_new_tokens=12, do_sample=False)
+    assert output.token_ids == wanted[0, 7:].tolist()
+
+
+def test_another_model_as_the_engines_drafter(target):
+    with pytest.raises(ValueError, match="must be a DSparkDraftModel, got a LlamaForCausalLM"):
+        BatchEngine(target, make_target())

@@ -10,6 +10,7 @@ from conftest import FAMILIES, make_drafter, make_target, prompt_ids
 from test_losslessness import enumerate_draws, exact_distribution
 from tiny_targets import CONVOLUTIONAL, RECURRENT, REFUSED, make_hybrid
 from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 import dspark_hf
 from dspark_hf import FixedLength, LookaheadScheduler, StepRates
@@ -312,3 +313,112 @@ def test_the_batch_engine_refuses_them_by_name(family):
     target = make_hybrid(family, dtype=torch.float32)
     with pytest.raises(ValueError, match=rf"{type(target).__name__} .*batch engine can't keep"):
         dspark_hf.BatchEngine(target)
+
+
+class _KeepsAll(DynamicLayer):
+    def crop(self, tokens_to_remove: int) -> None:
+        pass
+
+
+class _KeepsTheLast(DynamicLayer):
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(min(tokens_to_remove + 1, 0))
+
+
+class _WindowKeepsAll(DynamicSlidingWindowLayer):
+    def __init__(self) -> None:
+        super().__init__(sliding_window=200)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        pass
+
+
+class _OfItsOwn(CacheLayerMixin):
+    """Keys and values in lists, one entry a token."""
+
+    is_sliding, is_croppable = False, True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.parts, self.is_initialized = ([], []), True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        for part, states in zip(self.parts, (key_states, value_states)):
+            part += states.split(1, dim=2)
+        return tuple(torch.cat(part, dim=2) for part in self.parts)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return len(self.parts[0]) if self.is_initialized else 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        for part in self.parts if tokens_to_remove else ():
+            del part[tokens_to_remove:]
+
+
+class _OfItsOwnKeepsAll(_OfItsOwn):
+    def crop(self, tokens_to_remove: int) -> None:
+        pass
+
+
+class _Fine(DynamicLayer):
+    pass
+
+
+def _cache_of(*kinds: type) -> DynamicCache:
+    cache = DynamicCache()
+    cache.layers = [kinds[i % len(kinds)]() for i in range(4)]
+    cache.layer_class_to_replicate = None
+    return cache
+
+
+@pytest.mark.parametrize("kind", [_KeepsAll, _KeepsTheLast, _WindowKeepsAll, _OfItsOwnKeepsAll])
+def test_a_layer_whose_crop_does_not_crop_is_refused(kind, target, drafter):
+    drafter.options.policy, texts = FixedLength(3), []
+    wanted = target.generate(prompt_ids(), max_new_tokens=20, do_sample=False)
+    for kinds in ([kind], [DynamicLayer, kind]):  # in every layer, or only in some
+
+        class Streamer:
+            def put(self, value):
+                texts[-1] += value.flatten().tolist()
+
+            def end(self):
+                pass
+
+        texts.append([])
+        with pytest.raises(ValueError, match=f"{kind.__name__}.*can't be rolled back") as refused:
+            target.generate(
+                prompt_ids(),
+                max_new_tokens=20,
+                do_sample=False,
+                assistant_model=drafter,
+                streamer=Streamer(),
+                **{CACHE_ARGUMENT: _cache_of(*kinds)},
+            )
+        assert "\n" not in str(refused.value)
+        assert texts[-1] == wanted[0, : len(texts[-1])].tolist()  # nothing wrong was given out before
+
+
+@pytest.mark.parametrize("kind", [_Fine, _OfItsOwn])
+def test_a_users_own_layer_is_served(kind, target, drafter):
+    drafter.options.policy = FixedLength(3)
+    wanted = target.generate(prompt_ids(), max_new_tokens=20, do_sample=False)
+    arguments = {"do_sample": False, "assistant_model": drafter, CACHE_ARGUMENT: _cache_of(kind)}
+    assert torch.equal(target.generate(prompt_ids(), max_new_tokens=20, **arguments), wanted)
+    assert any(r.accepted < r.drafted for r in drafter.last_generation.history)
+
+
+def test_stock_layers_are_asked_no_length_when_they_are_cropped(target, drafter, monkeypatch):
+    cache = DynamicCache(config=target.config)
+    target(prompt_ids(), use_cache=True, **{CACHE_ARGUMENT: cache})
+    rollback = Rollback(cache, target)
+    rollback.snapshot(3)
+    target(prompt_ids(3), use_cache=True, **{CACHE_ARGUMENT: cache})
+    monkeypatch.setattr(DynamicLayer, "get_seq_length", lambda self: pytest.fail("asked"))
+    rollback.roll_back(3, committed=1)

@@ -36,7 +36,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         noise: Noise | None = None,
     ) -> None:
         drafter.bind_target(target)
-        self.vocab_size = drafter.config.vocab_size
+        self.vocab_size = drafter.target_vocab_size
         self.policy, self.cap = policy_of(target, drafter)
         self.drafting = Drafting(drafter)
         self._sequence = TextSequence(

@@ -18,6 +18,7 @@ from .target import eos_ids
 
 # What readers take for a rope base that a config does not give where they look.
 _ABSENT_ROPE_BASE = 10_000.0
+_MOST_ADDED = 1024  # tokens that a target has beyond its drafter's; padding and added words are fewer
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,13 @@ def _tokens(target: PreTrainedModel, drafter: DSparkDraftModel) -> Iterator[Mist
     config = drafter.config
     known = eos_ids(target) | _ids(vars(target.config.get_text_config()).get("eos_token_id"))
     ours = _ids(config.eos_token_id)
+    count = target.config.get_text_config().vocab_size
+    if count - config.vocab_size > _MOST_ADDED:
+        yield Mistake(
+            "tokens",
+            f"The drafter was made for {config.vocab_size} tokens, the target has {count}.",
+            "Check that both have the same tokenizer.",
+        )
     pads = _ids(config.pad_token_id) | _ids(vars(target.config.get_text_config()).get("pad_token_id"))
     if ours and known and not ours & known:
         yield Mistake(

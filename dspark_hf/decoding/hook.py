@@ -35,12 +35,19 @@ def _unsupported() -> ValueError:
     )
 
 
+def drafter_of(assistant: Any) -> DSparkDraftModel | None:
+    """The drafter that `assistant` is, without `torch.compile`'s wrapper (our rounds run uncompiled); `None` for any other."""
+    model = getattr(assistant, "_orig_mod", assistant)
+    return model if isinstance(model, DSparkDraftModel) else None
+
+
 def check_pair(target, drafter: DSparkDraftModel) -> None:
     """Refuse a target that the drafter can't serve; warn once of what is likely a mistake.
 
     Raises:
-        ValueError: encoder-decoder target, other vocabulary or hidden size, a tapped layer the target lacks, a recurrent
-            state that can't be rolled back, layers whose result for a row depends on other rows.
+        ValueError: encoder-decoder target, a smaller vocabulary or other hidden size, an offloaded embedding or LM head, a
+            tapped layer the target lacks, a recurrent state that can't be rolled back, layers whose result for a row depends on
+            other rows.
     """
     from ..linear.row_check import check_rows
     from .checks import likely_mistakes
@@ -78,8 +85,8 @@ def install() -> None:
 
     @functools.wraps(decode)
     def assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        drafter = kwargs.get("assistant_model")
-        if not isinstance(drafter, DSparkDraftModel):
+        drafter = drafter_of(kwargs.get("assistant_model"))
+        if drafter is None:
             return decode(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
         if input_ids.shape[0] > 1:
             raise ValueError(
@@ -96,13 +103,17 @@ def install() -> None:
 
     @functools.wraps(validate)
     def validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-        drafter = generation_mode_kwargs.get("assistant_model")
-        if isinstance(drafter, DSparkDraftModel):
+        drafter = drafter_of(generation_mode_kwargs.get("assistant_model"))
+        if drafter is not None:
             if generation_mode != GenerationMode.ASSISTED_GENERATION or generation_config.num_beams > 1:
                 raise ValueError("A DSpark drafter works with greedy decoding and sampling, not with beams.")
             if not generation_config.use_cache:
                 raise ValueError("A DSpark drafter needs the target's cache; leave use_cache at True.")
+            if generation_mode_kwargs.get("assistant_tokenizer") is not None:
+                raise ValueError("A DSpark drafter has its target's tokenizer; leave out assistant_tokenizer.")
             check_pair(self, drafter)
+            # Of an assistant it would ask for as many tokens as the target has.
+            generation_mode_kwargs = {k: v for k, v in generation_mode_kwargs.items() if k != "assistant_model"}
             # Refused for every assistant before 5.25; ours restores the state, as `check_pair` has found.
             if getattr(self, "_is_stateful", False):
                 generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
@@ -119,7 +130,7 @@ def _install_refusal() -> None:
 
     @functools.wraps(original)
     def generate(self, *args, **kwargs):
-        if isinstance(kwargs.get("assistant_model"), DSparkDraftModel):
+        if drafter_of(kwargs.get("assistant_model")) is not None:
             raise _unsupported()
         return original(self, *args, **kwargs)
 

@@ -187,12 +187,17 @@ def check_structure(target: PreTrainedModel) -> None:
     """Refuse a target whose layers are not all plain attention.
 
     Raises:
-        ValueError: an encoder-decoder model, layers with another state than keys and values, positions that depend on the
-            longest text.
+        ValueError: an encoder-decoder model, an offloaded one, layers with another state than keys and values, positions that
+            depend on the longest text.
     """
     if target.config.is_encoder_decoder:
         raise ValueError(
             f"{type(target).__name__} is an encoder-decoder model; the batch engine serves decoder-only ones."
+        )
+    if target.device.type == "meta":
+        raise ValueError(
+            f"This {type(target).__name__} is offloaded, so the batch engine knows no device for its cache. Keep the embedding "
+            "on one (decoder layers may be offloaded, by a device_map), or decode one request at a time with generate()."
         )
     text = target.config.get_text_config().to_dict()
     if rope := length_dependent_rope(target):

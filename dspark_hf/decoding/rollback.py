@@ -52,6 +52,8 @@ class Rollback:
         self._static = [layer for layer in layers if type(layer) is StaticLayer]
         self._windows = [_StaticWindow(layer) for layer in layers if type(layer) is StaticSlidingWindowLayer]
         self._others = [layer for layer in layers if not _is_recurrent(layer) and type(layer) not in _STATIC]
+        # A user's own may claim that they can be cropped; seen at the first crop, before anything is read behind it.
+        self._unverified = [layer for layer in self._others if type(layer).__module__ != Cache.__module__]
         self._snapshots: list[dict[str, Any]] = []
         self._lengths: list[int | torch.Tensor] = []
         self._static_lengths: list[torch.Tensor] = []
@@ -108,7 +110,11 @@ class Rollback:
         self._snapshots = []
 
     def roll_back(self, rows: int, committed: int) -> None:
-        """After a forward of `rows` tokens in all, of which `lag` and the first `committed` behind them stand."""
+        """After a forward of `rows` tokens in all, of which `lag` and the first `committed` behind them stand.
+
+        Raises:
+            ValueError: a layer of a class that is not transformers' has not cropped what it was to.
+        """
         surplus = rows - self.lag - committed
         if surplus and self._snapshots:
             for layer, copied in zip(self._recurrent, self._snapshots, strict=True):
@@ -118,9 +124,18 @@ class Rollback:
         else:
             self.lag = 0
         self._snapshots = []
+        lengths = [_length(layer) for layer in self._unverified] if surplus else []
         for layer in self._others:
             layer.crop(-surplus)
+        for layer, length in zip(self._unverified, lengths):
+            if _length(layer) != length - surplus:
+                raise ValueError(
+                    f"The cache's {type(layer).__name__} can't be rolled back, so drafts can't be verified with it: "
+                    f"crop({-surplus}) left {int(_length(layer))} of {int(length)} tokens. "
+                    "Leave out the cache, or decode without assistant_model."
+                )
         if surplus:
+            self._unverified = []
             for layer in self._static:
                 layer.cumulative_length.sub_(surplus)  # in place: compiled code reads it where it lies
             for window in self._windows:

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ..decoding.backend import Rows
 from ..decoding.default_policy import checked, policy_of
 from ..decoding.drafting import Drafting
-from ..decoding.hook import check_pair
+from ..decoding.hook import check_pair, drafter_of
 from ..decoding.ragged_target import RaggedTarget, check_target
 from ..decoding.speculative import Speculation
 from ..decoding.statistics import GenerationStats
@@ -61,6 +61,9 @@ class BatchEngine:
         keep_finished: int = 0,
         policy: Policy | None = None,
     ) -> None:
+        given, drafter = drafter, drafter_of(drafter)
+        if given is not None and drafter is None:
+            raise ValueError(f"BatchEngine: drafter must be a DSparkDraftModel, got a {type(given).__name__}.")
         self.target, self.model = target, drafter
         if prefill_chunk is None:
             prefill_chunk = 64 if target.device.type == "cpu" else 512

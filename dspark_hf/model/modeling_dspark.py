@@ -2,7 +2,7 @@
 
 Embedding and LM head are the target's (`bind_target`) unless the checkpoint brings its own.
 Axes: B sequences, S new context tokens, C context tokens so far, γ drafted tokens, d hidden size, m tapped layers,
-V target vocabulary, V_d draft vocabulary (= V unless reduced), A training anchors.
+V the drafter's vocabulary (a resized target has more tokens), V_d draft vocabulary (= V unless reduced), A training anchors.
 This file travels with a checkpoint (`auto_map`), so it imports only its neighbours `*_dspark.py`.
 """
 
@@ -92,6 +92,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self._target_embedding: list[nn.Module] = []  # in lists, so that they do not become our submodules
         self._target_head: list[nn.Module] = []
         self._bound_to: list[nn.Module] = []  # the target's own two; an adapter may replace either
+        self.target_vocab_size = config.vocab_size  # of the bound target; what it has beyond V is never drafted
         # How it drafts (`decoding.options`), where the whole package is there; nothing of it is saved.
         self.options: Any = self._default_options() if self._default_options is not None else None
         self.last_generation: Any = None  # statistics of the last `generate()` call
@@ -133,24 +134,25 @@ class DSparkDraftModel(DSparkPreTrainedModel):
     def bind_target(self, target: PreTrainedModel) -> None:
         """Use the target's embedding and LM head. Own copies that are equal are dropped, others kept with a warning.
 
+        The target may have more tokens than the drafter (padding, added ones): these are never drafted. Call it again after the
+        target was resized; `generate()` does.
+
         Raises:
-            ValueError: the target's vocabulary or hidden size does not fit this drafter.
+            ValueError: the target has fewer tokens or another hidden size, or its embedding or LM head is offloaded.
         """
-        parts = [target.get_input_embeddings(), target.get_output_embeddings()]
-        if self._bound_to and all(ours is theirs for ours, theirs in zip(self._bound_to, parts)):
-            return
-        config = target.config.get_text_config()
-        for name, ours in (("vocab_size", self.config.vocab_size), ("hidden_size", self.config.target_hidden_size)):
-            if getattr(config, name) != ours:
-                trained_for = self.config.target_model_name_or_path
-                raise ValueError(
-                    f"This drafter does not fit the target: the drafter was made for {name} {ours}"
-                    f"{f' ({trained_for})' if trained_for else ''}, the target {target.config._name_or_path or ''} has "
-                    f"{getattr(config, name)}. Use a drafter trained for this target (`dspark-hf train`)."
-                )
+        parts, config = [target.get_input_embeddings(), target.get_output_embeddings()], target.config.get_text_config()
         embedding, head = parts
         if embedding is None or head is None:
             raise ValueError(f"{type(target).__name__} has no input or output embeddings to share with the drafter.")
+        if embedding.weight.is_meta or head.weight.is_meta:
+            raise ValueError(
+                f"The embedding or LM head of this {type(target).__name__} is offloaded, and the drafter needs both on a device. "
+                "Keep them there (decoder layers may be offloaded, by a device_map), or decode without assistant_model."
+            )
+        is_known = bool(self._bound_to) and all(ours is theirs for ours, theirs in zip(self._bound_to, parts))
+        if is_known and self.target_vocab_size == config.vocab_size:
+            return
+        self._check_sizes(target)
         if self.embed_tokens is not None and _same_weight(self.embed_tokens, embedding):
             self.embed_tokens = None
         if self.config.has_reduced_vocab:
@@ -162,6 +164,27 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self._bound_to = parts
         self._target_embedding = [embedding]
         self._target_head = [head]
+        self.target_vocab_size = config.vocab_size
+
+    def _check_sizes(self, target: PreTrainedModel) -> None:
+        config = target.config.get_text_config()
+        for name, ours in (("vocab_size", self.config.vocab_size), ("hidden_size", self.config.target_hidden_size)):
+            theirs = getattr(config, name)
+            if theirs == ours or (name == "vocab_size" and theirs > ours):
+                continue
+            trained_for, path = self.config.target_model_name_or_path, target.config._name_or_path
+            needs = f", and may have {ours} or more" if name == "vocab_size" else ""
+            raise ValueError(
+                f"This drafter does not fit the target: the drafter was made for {name} {ours}"
+                f"{f' ({trained_for})' if trained_for else ''}, the target{f' {path}' if path else ''} has {theirs}{needs}. "
+                "Use a drafter trained for this target (`dspark-hf train`)."
+            )
+
+    def known_ids(self, token_ids: torch.LongTensor) -> torch.LongTensor:
+        """Ids for the drafter's own tables: tokens that only the target has are read as the mask token. [...] -> [...]"""
+        if self.target_vocab_size == self.config.vocab_size:
+            return token_ids
+        return token_ids.where(token_ids < self.config.vocab_size, self.config.mask_token_id)
 
     def _reduced_head(self, head: nn.Module) -> nn.Linear:
         """The rows of the target's LM head for the draft vocabulary."""
@@ -193,7 +216,8 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             raise ValueError(
                 "The drafter has no embedding yet: call `drafter.bind_target(target)` or pass `noise_embeds`."
             )
-        ids, scale = input_ids.to(table.weight.device), self.config.embedding_scale
+        ids = self.known_ids(input_ids) if table is self.embed_tokens else input_ids
+        ids, scale = ids.to(table.weight.device), self.config.embedding_scale
         if scale is None:
             return table(ids).to(self.device, self.dtype)
         return F.embedding(ids, table.weight).to(self.device, self.dtype) * scale
@@ -205,6 +229,8 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             raise ValueError("The drafter has no LM head yet: call `drafter.bind_target(target)`.")
         weight = head.weight
         logits = head(hidden_states.to(weight.device, weight.dtype if weight.is_floating_point() else None))
+        if logits.shape[-1] > self.config.draft_vocab_size:
+            logits = logits[..., : self.config.draft_vocab_size]
         logits = logits.to(self.device)
         if self.config.output_scale != 1.0:
             logits = logits * self.config.output_scale
@@ -444,7 +470,10 @@ class DSparkDraftModel(DSparkPreTrainedModel):
 
 def _same_weight(ours: nn.Module, theirs: nn.Module) -> bool:
     weight = theirs.weight
-    if not weight.is_floating_point() or weight.is_meta or ours.weight.shape != weight.shape:
+    if not weight.is_floating_point():
+        return False
+    weight = weight[: len(ours.weight)]  # a resized target has more rows
+    if ours.weight.shape != weight.shape:
         return False
     return torch.equal(ours.weight, weight.to(ours.weight.device, ours.weight.dtype)) or torch.equal(
         ours.weight.to(weight.device, weight.dtype), weight

@@ -1,7 +1,7 @@
 """The sequential stage: drawing blocks left to right for n sequences (paper §3.1, eq. 4).
 
-Axes: n sequences, K tokens drafted so far, N candidates of a position, r rank, d hidden size, V target vocabulary, V_d draft
-vocabulary.
+Axes: n sequences, K tokens drafted so far, N candidates of a position, r rank, d hidden size, V vocabulary of the target, V_d of
+the drafts.
 This file travels with a checkpoint (`auto_map`), so it imports only its neighbours `*_dspark.py`.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.generation import logits_process
 
@@ -67,7 +68,7 @@ class DraftBlock:
 
     token_ids: [B, K], ids of the target's vocabulary, K <= γ.
     logits: [B, K, N], corrected and processed: what each token was drawn from.
-    candidate_ids: [B, K, N], the target ids that the columns of `logits` stand for; `None`: the target's whole vocabulary.
+    candidate_ids: [B, K, N], the target ids that the columns of `logits` stand for; `None`: the drafter's whole vocabulary.
     confidence_logits: [B, K], as the head gives them, not calibrated; `None` without a confidence head.
     num_admitted: [B], on the CPU, how many of the K tokens the sequence has; zeros lie behind them.
     survival: for each sequence the calibrated (a_1, a_2, ...) that the policy read, of the refused position too.
@@ -142,13 +143,14 @@ def calibrated_confidences(config: DSparkConfig, logits: Sequence[float], positi
 
 def in_target_vocabulary(
     values: torch.Tensor,  # [..., N]
-    token_ids: torch.LongTensor | None,  # [..., N], target ids of the columns; `None`: they are the vocabulary
+    token_ids: torch.LongTensor | None,  # [..., N], target ids of the columns; `None`: they are the first ones
     vocab_size: int,
     elsewhere: float,
 ) -> torch.Tensor:
     """`values` of some tokens spread over the target's vocabulary, `elsewhere` for all others. [..., V]"""
     if token_ids is None:
-        return values
+        missing = vocab_size - values.shape[-1]
+        return F.pad(values, (0, missing), value=elsewhere) if missing else values
     return values.new_full((*values.shape[:-1], vocab_size), elsewhere).scatter_(-1, token_ids, values)
 
 
@@ -157,7 +159,7 @@ class Candidates:
     """The tokens that positions are drawn from, with their base logits.
 
     logits: [..., N]. rows: [..., N], their draft ids; `None`: the whole draft vocabulary. token_ids: [..., N], their target
-    ids; `None`: the target's whole vocabulary.
+    ids; `None`: the drafter's whole vocabulary.
     """
 
     logits: torch.Tensor
@@ -196,10 +198,11 @@ class Candidates:
         self, processors: Callable, input_ids: torch.LongTensor, scores: torch.Tensor, vocab_size: int
     ) -> torch.Tensor:
         """Scores after the processors, which get rows of the target's vocabulary where they may read the prefix. [1, N]"""
-        if self.token_ids is None or are_value_only(processors):
+        if are_value_only(processors):
             return apply_processors(_until_empty(processors), input_ids, scores)
         full = in_target_vocabulary(scores, self.token_ids, vocab_size, float("-inf"))
-        return apply_processors(_until_empty(processors), input_ids, full).gather(-1, self.token_ids)
+        full = apply_processors(_until_empty(processors), input_ids, full)
+        return full[..., : scores.shape[-1]] if self.token_ids is None else full.gather(-1, self.token_ids)
 
 
 @dataclass(eq=False)
@@ -237,7 +240,7 @@ class DraftRow:
         return torch.stack([scores[j] for _, scores, _, j in self._drawn[:count]])
 
     def candidate_ids(self, count: int | None = None) -> torch.LongTensor | None:
-        """The target ids of the columns of `scores`, [K, N]; `None`: the target's whole vocabulary."""
+        """The target ids of the columns of `scores`, [K, N]; `None`: the drafter's whole vocabulary."""
         known = [ids[j] for _, _, ids, j in self._drawn[:count] if ids is not None]
         return torch.stack(known) if known else None
 
@@ -294,14 +297,14 @@ class Sampler:
         previous = torch.cat([self.rows[i].prefix[0, -1:] for i in going]).to(model.device)
         state = None
         if head is not None and (skipped := slots.skipped(going)) is not None:
-            state = head.step(head.markov_w1(previous), skipped, None)[1]
+            state = head.step(head.markov_w1(model.known_ids(previous)), skipped, None)[1]
         for k in range(max(self.rows[i].limit for i in going)):
             kept = [i for i in going if self.rows[i].limit > k]
             previous, state, going = _narrowed(previous, going, kept), _narrowed(state, going, kept), kept
             hidden, candidates = slots.at(k, going, previous)
             embedding = latent = None
             if head is not None:
-                embedding = head.markov_w1(previous)
+                embedding = head.markov_w1(model.known_ids(previous))
                 latent, state = head.step(embedding, hidden, state)
             if model.confidence_head is not None:
                 confidences = model.confidence(hidden, embedding)
@@ -344,7 +347,7 @@ class Sampler:
         try:
             if row.processors:
                 ids = torch.cat([row.prefix, row.token_ids()[None].to(row.prefix.device)], dim=1)
-                vocab_size = self.model.config.vocab_size
+                vocab_size = self.model.target_vocab_size
                 scores = candidates.process(row.processors, ids.to(scores.device), scores, vocab_size)
                 if may_forbid_all(row.processors) and bool(torch.isneginf(scores).all()):
                     return None

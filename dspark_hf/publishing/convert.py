@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 from transformers import PreTrainedModel
 
 from ..loading.files import new_folder, write_json
@@ -113,8 +112,8 @@ def to_deepspec(drafter: DSparkDraftModel, target: PreTrainedModel | None) -> Wr
     )
     scale = _embedding_scale(drafter, target) / (config.hidden_size**0.5 if is_gemma else 1.0)
     tensors = _own_tensors(drafter) | {
-        "embed_tokens.weight": _scaled(_rows(drafter.embed_tokens, target, "embedding"), scale, drafter),
-        "lm_head.weight": _scaled(_rows(drafter.lm_head, target, "LM head"), config.output_scale, drafter),
+        "embed_tokens.weight": _scaled(_rows(drafter, target, "embedding"), scale, drafter),
+        "lm_head.weight": _scaled(_rows(drafter, target, "LM head"), config.output_scale, drafter),
     }
     written = _fields(config, *_LAYER_KEYS, *_DRAFTER_KEYS, "target_layer_ids", "num_anchors") | {
         "architectures": ["Gemma4DSparkModel" if is_gemma else "Qwen3DSparkModel"],
@@ -172,7 +171,9 @@ def to_speculators(drafter: DSparkDraftModel, target: PreTrainedModel | None, ta
     tensors = _own_tensors(drafter)
     if reduced:
         ids = drafter.draft_token_ids()
-        rows = drafter.lm_head.weight if drafter.lm_head is not None else _rows(None, target, "LM head")[ids]
+        rows = _rows(drafter, target, "LM head")
+        if drafter.lm_head is None:
+            rows = rows[ids]
         tensors["lm_head.weight"] = _scaled(rows, config.output_scale, drafter)
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
         tensors["t2d"][ids] = True
@@ -272,8 +273,9 @@ def _embedding_scale(drafter: DSparkDraftModel, target: PreTrainedModel | None) 
     return float(getattr(target.get_input_embeddings(), "scalar_embed_scale", 1.0))  # Gemma's module scales by itself
 
 
-def _rows(own: nn.Module | None, target: PreTrainedModel | None, what: str) -> torch.Tensor:
-    """The drafter's own embedding or LM head, else the target's. [V, d]"""
+def _rows(drafter: DSparkDraftModel, target: PreTrainedModel | None, what: str) -> torch.Tensor:
+    """The drafter's own embedding [V, d] or LM head [V_d, d], else the target's for the drafter's tokens [V, d]."""
+    own = drafter.embed_tokens if what == "embedding" else drafter.lm_head
     if own is not None:
         return own.weight
     if target is None:
@@ -281,7 +283,7 @@ def _rows(own: nn.Module | None, target: PreTrainedModel | None, what: str) -> t
     module = target.get_input_embeddings() if what == "embedding" else target.get_output_embeddings()
     if not module.weight.is_floating_point():
         raise ValueError(f"The target's {what} is quantised; give --target the model without quantisation.")
-    return module.weight
+    return module.weight[: drafter.config.vocab_size]
 
 
 def _scaled(rows: torch.Tensor, scale: float, drafter: DSparkDraftModel) -> torch.Tensor:

@@ -222,7 +222,7 @@ class DraftTrainingStep(nn.Module):
         super().__init__()
         self.drafter = drafter
         self.loss_weights = loss_weights or LossWeights()
-        to_draft = torch.full((drafter.config.vocab_size,), -100, dtype=torch.long)
+        to_draft = torch.full((drafter.target_vocab_size,), -100, dtype=torch.long)
         ids = drafter.draft_token_ids().cpu()
         to_draft[ids] = torch.arange(len(ids))
         self.register_buffer("to_draft", to_draft, persistent=False)
@@ -273,7 +273,7 @@ class DraftTrainingStep(nn.Module):
         if drafter.markov_head is not None:
             # The anchor comes before the first predicting slot, and before slot 0 where that proposes nothing.
             previous = torch.cat([anchor_ids[:, None].expand(-1, 1 + first), labels[:, :-1]], dim=1)
-            embeddings = drafter.markov_head.markov_w1(previous)
+            embeddings = drafter.markov_head.markov_w1(drafter.known_ids(previous))
             latents = drafter.markov_head.teacher_forced(embeddings, hidden)
             logits = logits + drafter.markov_head.project(latents[:, first:])
             embeddings = embeddings[:, first:]
