@@ -87,6 +87,7 @@ def test_sampled_distribution_is_exact(kind, arguments, monkeypatch):
     ids, horizon = torch.tensor([[2, 3, 5, 1, 4]]), 3
     arguments = {"do_sample": True} | arguments
     wanted = exact_distribution(target, ids, horizon, arguments)
+    drafter.options.acceptance = "rejection"
     enumerator = enumerate_draws(monkeypatch)
 
     def run():

@@ -68,6 +68,7 @@ def test_sampled_output_has_the_targets_distribution(family, monkeypatch):
     ids = torch.tensor([[0, 1, 1, 0]])
     arguments = {"do_sample": True, "top_k": 0}
     wanted = exact_distribution(target, ids, horizon, arguments)
+    drafter.options.acceptance = "rejection"
     enumerator = enumerate_draws(monkeypatch)
 
     def run():

@@ -83,6 +83,7 @@ def test_sampled_output_has_the_targets_distribution(family, monkeypatch):
     ids = torch.tensor([[0, 1, 1, 0]])
     arguments = {"do_sample": True, "top_k": 0}
     wanted = exact_distribution(target, ids, horizon, arguments)
+    drafter.options.acceptance = "rejection"
     enumerator = enumerate_draws(monkeypatch)
     arguments |= {"max_new_tokens": horizon, "cache_implementation": "static", "assistant_model": drafter}
     found = defaultdict(float)

@@ -13,6 +13,7 @@ from tiny_targets import VISION, make_vision_target
 
 import dspark_hf
 from dspark_hf import FixedLength
+from dspark_hf.decoding import processors
 from dspark_hf.decoding.compat import CACHE_ARGUMENT, cache_of
 from dspark_hf.decoding.target import decoder_layers
 
@@ -129,6 +130,8 @@ def test_sampled_output_has_the_targets_distribution(family, monkeypatch):
                 if name in grown:
                     grown[name] = torch.nn.functional.pad(grown[name], (0, 1), value=fill)
         wanted[text] = weight
+    drafter.options.acceptance = "rejection"
+    monkeypatch.setattr(processors, "_WITH_MEMORY", ())  # the function above has none
     enumerator = enumerate_draws(monkeypatch)
 
     def run():
